@@ -160,7 +160,7 @@ class Peers:
         return found
 
     def assert_nothing_is_left(self):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while left := self.left():
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
@@ -175,7 +175,7 @@ def peers(tmp_path, monkeypatch):
     for process in peers.started:
         if process.poll() is None:
             process.kill()
-            process.wait(10)
+            process.wait(900)
     for pid, _ in peers.left():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

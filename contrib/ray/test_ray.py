@@ -72,7 +72,7 @@ def run_of(devices=2, num_nodes=1, accelerator="cpu", **options):
     )
 
 
-def assert_gone(pids, limit_s=15):
+def assert_gone(pids, limit_s=300):
     deadline = time.monotonic() + limit_s
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]:
         assert time.monotonic() < deadline, f"processes {left} still run"
@@ -133,12 +133,12 @@ def test_a_program_without_a_cluster_starts_one_and_ctrl_c_ends_it(network, tmp_
             program = subprocess.Popen(
                 [sys.executable, str(path)], env=environment, stdout=file, stderr=file, start_new_session=True
             )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 900
         while output.read_text().count("WAITING") < 1 and program.poll() is None:
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
         program.send_signal(signal.SIGINT)
-        program.wait(60)
+        program.wait(900)
     finally:
         program.kill()
         shutil.rmtree(folder, ignore_errors=True)
@@ -263,7 +263,7 @@ def test_what_the_cluster_does_not_have_is_an_error_at_once(cluster):
 def test_what_other_jobs_use_is_waited_for_until_the_timeout(cluster):
     other = placement_group([{"CPU": 2}] * 2, strategy="STRICT_SPREAD")
     try:
-        assert other.wait(30)
+        assert other.wait(900)
         with pytest.raises(
             ConfigError, match=r"had too little free for 1 s, of 2 machines.*raise launcher.ray.placement_t"
         ):
@@ -311,7 +311,7 @@ def gpus_of(run):
 def test_a_process_sees_the_gpus_of_its_node_and_no_others(cluster):
     other = placement_group([{"GPU": 1}])
     try:
-        assert other.wait(30)
+        assert other.wait(900)
         seen = run_of(accelerator=PretendGPU()).launch(gpus_of)
     finally:
         remove_placement_group(other)
@@ -359,7 +359,7 @@ def test_a_machine_that_is_lost_is_named(cluster, tmp_path):
     ranks = []
 
     def lose():
-        paths, deadline = [tmp_path / f"raylet-{rank}" for rank in range(2)], time.monotonic() + 60
+        paths, deadline = [tmp_path / f"raylet-{rank}" for rank in range(2)], time.monotonic() + 900
         while not all(path.exists() for path in paths) and time.monotonic() < deadline:
             time.sleep(0.1)
         ranks.extend(rank for rank, path in enumerate(paths) if path.read_text() == node.node_id)

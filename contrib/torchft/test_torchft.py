@@ -187,7 +187,7 @@ class Recorded(Net):
         return super().training_step(batch[:2], batch_idx)
 
 
-def wait_until(holds, limit_s=60):
+def wait_until(holds, limit_s=300):
     deadline = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline

@@ -516,16 +516,25 @@ def test_a_folder_in_which_a_compiler_works_is_not_free(tmp_path):
 # --- deepspeed's own ---------------------------------------------------------------------------------------------
 
 
+def _build_in(folder):
+    """Have this process build ops in `folder`, whatever is built or loaded already."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    OpBuilder._loaded_ops.clear()
+
+
 def _without_a_compiler(rank, world_size, folder):
     if rank == 0:
         os.environ["PATH"] = str(folder)
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    _build_in(folder)
     run = connected()
     return error_of(lambda: start.prepare_ops(["cpu_adam"], run))
 
 
 def _an_optimizer_without_a_compiler(rank, world_size, folder):
-    os.environ |= {"PATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder)}
+    os.environ["PATH"] = str(folder)
+    _build_in(folder)
     connected(devices=1)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -554,7 +563,8 @@ def test_an_optimizer_that_a_user_makes_says_the_same(tmp_path):
 
 
 def _without_libaio(rank, world_size, folder):
-    os.environ |= {"CC": str(folder / "cc"), "TORCH_EXTENSIONS_DIR": str(folder)}
+    os.environ["CC"] = str(folder / "cc")
+    _build_in(folder)
     run = connected()
     return error_of(lambda: start.prepare_ops(["async_io"], run))
 

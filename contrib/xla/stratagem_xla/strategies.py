@@ -103,8 +103,7 @@ class SingleXLAStrategy(Strategy):
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
-        with _keeping_parameters():
-            return module.to(run.device)
+        return _moved(module, run.device)
 
     @hookimpl(wrapper=True)
     def transfer_batch(self) -> Generator[None, Any, Any]:
@@ -220,8 +219,7 @@ class XLAFSDPStrategy(XLAStrategy):
         from torch_xla.distributed.spmd.xla_sharding import apply_backward_optimization_barrier
         from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-        with _keeping_parameters():
-            module = module.to(run.device)
+        module = _moved(module, run.device)
         self._remove_hooks()
         if self._mesh is None:
             return module
@@ -313,19 +311,26 @@ def _check_autograd(device: torch.device) -> None:
         ) from None  # fmt: skip
 
 
-@contextlib.contextmanager
-def _keeping_parameters() -> Iterator[None]:
-    """Within: `Module.to` changes parameters in place.
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move `module` with its parameters changed in place, and what users attached to them kept.
 
-    To a device of XLA it would make other parameters, which an optimizer that exists already would not step, and shared
-    parameters would no longer be shared.
+    To a device of XLA ``Module.to`` would make other parameters, which an optimizer that exists already would not step,
+    and shared parameters would no longer be shared.
     """
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    attached = [(p, dict(p.__dict__), [getattr(p, name) for name in hooks]) for p in module.parameters()]
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        yield
+        module = module.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+    for parameter, attributes, registered in attached:
+        parameter.__dict__.update(attributes)
+        for name, each in zip(hooks, registered, strict=True):
+            if each:
+                setattr(parameter, name, each)
+    return module
 
 
 @contextlib.contextmanager

@@ -236,7 +236,8 @@ class Context(Choices):
         self.module, self.stage = module, stage
         check_replaced(module, self.stack, stage)
         parts = parts_of(module, self.stack)
-        self.hooks.hook.prepare_module(module=module, run=self)
+        with named_parameters(module):  # a precision may replace parameters that an optimizer was made of
+            self.hooks.hook.prepare_module(module=module, run=self)
         note_replaced(module, self.stack, parts)
         if not self.shards_parameters and any(parameter.is_meta for parameter in module.parameters()):
             self.materializer(module).fill(module)

@@ -26,6 +26,7 @@ from stratagem.training.evaluation import evaluate
 from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem.training.hyperparameters import logged_hyperparameters
 from stratagem.training.loops import TrainLoop
+from stratagem.training.metric_objects import gathered_once
 from stratagem.training.module import Module, build, overrides
 from stratagem.training.monitored_names import warn_of_mistyped_monitors
 from stratagem.training.optimizer_handle import OptimizerHandle
@@ -67,10 +68,11 @@ class StageRunner:
         result = None
         use_custom_methods(self.state, self.request.datamodule)
         try:
-            if self.request.stage == "fit":
-                self._fit()
-            else:
-                result = self._evaluate(self.request.stage)
+            with gathered_once(self.module, self.run):
+                if self.request.stage == "fit":
+                    self._fit()
+                else:
+                    result = self._evaluate(self.request.stage)
         finally:
             forget_custom_methods(self.run)
             self._end_workers()

@@ -33,7 +33,7 @@ class CheckpointConformance(Conformance):
 
     kind = "checkpoint"
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
-    _shares_processes = False
+    shares_processes = False
 
     # --- Content -------------------------------------------------------------------------------------------------
 

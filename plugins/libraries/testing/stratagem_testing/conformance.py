@@ -51,8 +51,8 @@ class Conformance:
     #: Timeout for the processes of one check, in seconds.
     limit_s: ClassVar[float] = 60
 
-    #: Whether checks of the kind share processes; not if most of them start none.
-    _shares_processes: ClassVar[bool] = True
+    #: Whether checks share processes; not if most of them start none, nor if the plugin keeps a server running.
+    shares_processes: ClassVar[bool] = True
     _shared_run: ClassVar[SharedRun]
     #: Where the first call of `run_in` finds its results; None for processes of its own.
     _source: Recorder | Share | None = None
@@ -289,7 +289,7 @@ def refusal(act: Callable[[], Any]) -> str | None:
 
 def _sharing(items: Sequence[pytest.Item], cls: type[Conformance]) -> Iterator[tuple[str, Callable[[Recorder], None]]]:
     """Yield the checks among `items` that may share processes, by name: the kit's own, of `cls`."""
-    if not (cls._shares_processes and isinstance(cls.plugin, str | Mapping)):
+    if not (cls.shares_processes and isinstance(cls.plugin, str | Mapping)):
         return
     for item in items:
         if not isinstance(item, pytest.Function) or item.cls is not cls:

@@ -33,7 +33,7 @@ from stratagem_testing.training import QUIET, outcome, train
 class _AutoDetected(Conformance):
     """Checks of environments and accelerators, all of which are imported and asked under "auto"."""
 
-    _shares_processes = False
+    shares_processes = False
 
     def test_its_module_imports_no_torch(self) -> None:
         """Runs that do not use it would take longer to start."""

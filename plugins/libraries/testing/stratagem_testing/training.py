@@ -163,7 +163,9 @@ class in_empty_folder:  # noqa: N801 - reads as a statement
     """Within: work in a new folder, which is removed at the end."""
 
     def __enter__(self) -> Path:
-        self._before, self._folder = Path.cwd(), tempfile.TemporaryDirectory(prefix="stratagem-test-")
+        # A server that a plugin started may still write there at the end.
+        folder = tempfile.TemporaryDirectory(prefix="stratagem-test-", ignore_cleanup_errors=True)
+        self._before, self._folder = Path.cwd(), folder
         os.chdir(self._folder.name)
         return Path(self._folder.name)
 
