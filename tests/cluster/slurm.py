@@ -224,12 +224,16 @@ class Slurm:
 
     def restart_now(self, number: str, timeout: float = 180) -> None:
         """Wait until the job is requeued, and start it without the two minutes that SLURM holds it."""
+        asked = False
 
         def running() -> bool:
+            nonlocal asked
             job = self.job(number)
-            if job["JobState"] == "PENDING":
+            if job["JobState"] == "PENDING" and not asked:
                 with contextlib.suppress(AssertionError):  # it may be running by now
-                    self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+                    # SLURM revokes what lets a job start on a node for the second in which the job was ended there.
+                    self.ask("scontrol", "update", f"JobId={number}", "StartTime=now+2")
+                    asked = True
             # Between the two it is COMPLETING, and NODE_FAIL after a node has failed.
             return int(job["Restarts"]) > 0 and job["JobState"] in ("RUNNING", "COMPLETED", "FAILED")
 
