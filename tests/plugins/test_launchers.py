@@ -660,7 +660,8 @@ def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path
         os.write(1, b"up\\n")
         time.sleep(600)
     """
-    process = bare(tmp_path, body, launcher)
+    patient = "from stratagem_launchers_local import children; children.END_S = 300"
+    process = bare(tmp_path, body, launcher, first=patient)
     assert [process.stdout.readline(), process.stdout.readline()] == ["up\n", "up\n"]
     process.terminate()
     code, output, errors = finish(process, tmp_path)
