@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from attrs import define
 from torch import nn
 
 import stratagem as sg
@@ -64,13 +65,20 @@ def test_a_callback_logs():
         def on_validation_epoch_end(self, trainer, module):
             self.log_dict({"a": 1.0, "b": 2.0})
 
+    @define(kw_only=True)
+    class Equal(sg.Callback):
+        """As attrs makes it: equal to another with the same options, and not hashable."""
+
+        def on_train_start(self, trainer, module):
+            self.log("equal", 3.0)
+
     callback = Mine()
     with pytest.raises(ConfigError, match=r"Mine\.log was called outside a run"):
         callback.log("seen", 1.0)
-    trainer = sg.Trainer(max_epochs=1, callbacks=[callback], **QUIET)
+    trainer = sg.Trainer(max_epochs=1, callbacks=[callback, Equal()], **QUIET)
     trainer.fit(Net(), batches(), batches(1))
-    found = {name: float(trainer.callback_metrics[name]) for name in ("seen_step", "seen_epoch", "a", "b")}
-    assert found == {"seen_step": 2.0, "seen_epoch": 1.0, "a": 1.0, "b": 2.0}
+    found = {name: float(trainer.callback_metrics[name]) for name in ("seen_step", "seen_epoch", "a", "b", "equal")}
+    assert found == {"seen_step": 2.0, "seen_epoch": 1.0, "a": 1.0, "b": 2.0, "equal": 3.0}
 
 
 def test_metrics_of_an_epoch_can_be_read_at_its_end():

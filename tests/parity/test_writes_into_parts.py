@@ -24,6 +24,13 @@ def of_a_part(tensor):
     part[0:2] += 0.125
 
 
+def again(tensor):
+    part, other = tensor[0], tensor[0:3]
+    tensor.mul_(0.5)
+    part.add_(0.25)
+    other.mul_(0.5)
+
+
 #: Each changes a tensor of shape (32, 16) or (32, 32) in place.
 WAYS = {
     "row": lambda tensor: tensor.__setitem__(0, 0.0),
@@ -31,6 +38,11 @@ WAYS = {
     "column": lambda tensor: tensor.__setitem__((slice(None), -1), 0.25),
     "element": lambda tensor: tensor.__setitem__((31, 1), tensor[0, 0] * 2),
     "mask": lambda tensor: tensor.__setitem__(torch.arange(tensor.numel()).view(tensor.shape) % 3 == 0, 0.0),
+    "rows of a list": lambda tensor: tensor[[0, 2]].zero_(),  # a copy: nothing changes
+    "views": lambda tensor: (tensor[0:4].T[0].fill_(0.5), tensor[9].view(-1)[0].zero_(), tensor.T[3].zero_()),
+    "foreach": lambda tensor: torch._foreach_mul_([tensor[0], tensor[5]], 0.5),
+    "out": lambda tensor: torch.clamp(tensor[3], -0.01, 0.01, out=tensor[4]),
+    "again": again,
     "own mask": lambda tensor: tensor.__setitem__(tensor.abs() > 0.1, 0.0),
     "list": lambda tensor: tensor.__setitem__([1, 5, 30], tensor[[2, 6, 31]]),
     "zero_": lambda tensor: tensor[7].zero_(),
@@ -89,3 +101,31 @@ def test_it_is_as_in_plain_pytorch(size, strategy):
         for (outcome, _), weights, way in zip(found, expected, WAYS, strict=True):
             assert not isinstance(outcome, str), (way, outcome)
             assert relative_difference(outcome, weights) < 1e-6, way
+
+
+REFUSED = {
+    "narrow": lambda tensor: tensor.narrow(0, 0, 2).zero_(),
+    "chunk": lambda tensor: [each.zero_() for each in tensor.chunk(3)],
+    "data": lambda tensor: setattr(tensor, "data", tensor.data * 0.5),
+}
+
+
+class Refused(Net):
+    way = ""
+
+    def on_train_epoch_end(self):
+        with torch.no_grad():
+            REFUSED[self.way](self.net[2].weight)
+
+
+@pytest.mark.slow
+def test_what_would_be_lost_is_refused():
+    models = [type(f"Refused{number}", (Refused,), {"way": way}) for number, way in enumerate(REFUSED)]
+    for found in run_in_processes(train_each, 2, {"strategy": "fsdp", "accelerator": "cpu"}, _same, BATCHES, models):
+        for (outcome, _), way in zip(found, REFUSED, strict=True):
+            assert isinstance(outcome, str), way
+            assert "a sharded tensor" in outcome, (way, outcome)
+
+
+def _same(module):
+    return module

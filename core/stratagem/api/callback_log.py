@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 from stratagem.errors import ConfigError
 
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: The module that is trained or evaluated, by callback: of the call that began last. Modules refer to callbacks.
-_MODULES: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
+#: A callback and the module that is trained or evaluated in the call that began last, by the callback's id: a callback
+#: may be equal to another, and its module refers to it.
+_MODULES: dict[int, tuple[ReferenceType[Any], ReferenceType[Any]]] = {}
 
 
 class LogsMetrics:
@@ -35,8 +37,9 @@ class LogsMetrics:
         self._module().log_dict(values, *options, **more)
 
     def _module(self) -> Any:
-        known = _MODULES.get(self)
-        if known is None or (module := known()) is None:
+        known = _MODULES.get(id(self))
+        module = None if known is None else known[1]()
+        if module is None:
             raise ConfigError(
                 f"{type(self).__name__}.log was called outside a run",
                 expected="a call in an event of a trainer's callback",
@@ -44,8 +47,13 @@ class LogsMetrics:
         return module
 
 
+def _forget(key: int, _: Any) -> None:
+    _MODULES.pop(key, None)
+
+
 def let_log(callbacks: Iterable[Any], module: Any) -> None:
     """Let `callbacks` log through `module` from now on."""
     for callback in callbacks:
         if isinstance(callback, LogsMetrics):
-            _MODULES[callback] = ref(module)
+            key = id(callback)
+            _MODULES[key] = ref(callback, functools.partial(_forget, key)), ref(module)

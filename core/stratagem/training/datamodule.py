@@ -43,8 +43,9 @@ class DataModule(HyperparametersMixin):
             shuffle = shuffle and not isinstance(given, IterableDataset)
             return DataLoader(given, batch_size, shuffle=shuffle, num_workers=num_workers)
 
-        taken = inspect.signature(cls).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        parameters = inspect.signature(cls).parameters.values()
+        taken = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         given = {"batch_size": batch_size, "num_workers": num_workers}
         module = cls(**arguments | {name: value for name, value in given.items() if takes_all or name in taken})
         stages = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api import hooks
@@ -36,13 +36,16 @@ class Events:
 
     def module_first(self, name: str, before: Callable[[], Any], then: Callable[[], None]) -> None:
         """Call `before` and the module, if it listens; `then`; the plugins, which can read what the module logged."""
+        context = self.run.stack.strategy.hook_context() or nullcontext()
         if overrides(self.module, name):
             before()
-            getattr(self.module, name)()
+            with context:
+                getattr(self.module, name)()
         then()
         hook = self.run.hooks.implemented(name)
         if hook is not None:
-            hook(trainer=self.trainer, module=self.module, run=self.run)
+            with context:
+                hook(trainer=self.trainer, module=self.module, run=self.run)
 
     def _find(self, name: str) -> Callable[..., None] | None:
         plugins = self.run.hooks.direct(name, trainer=self.trainer, module=self.module, run=self.run)

@@ -150,7 +150,7 @@ def check_loading_options(cls: type[Any], map_location: Any, arguments: Mapping[
 
 def check_weights_only(method: str, weights_only: Any) -> None:
     """Refuse ``weights_only=False``, with which torch.load and Lightning run code that a file holds."""
-    if weights_only not in (None, True):
+    if weights_only is not None and weights_only is not True:
         raise ConfigError(
             f"{method} got weights_only={weights_only!r}", expected="None or True",
             do="leave it out: code in a checkpoint is never run",

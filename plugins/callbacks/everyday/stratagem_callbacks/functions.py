@@ -36,8 +36,12 @@ class LambdaCallback(Callback):
     on: dict[str, Callable[..., Any]] = field(factory=dict)
 
     def __init__(self, *, on: dict[str, Callable[..., Any]] | None = None, **events: Callable[..., Any]) -> None:
-        if not events.keys() <= set(_EVENTS):
-            raise TypeError("an option that is not an event")
+        for name in events:
+            if name not in _EVENTS:
+                raise ConfigError(
+                    f"option LambdaCallback.{name} is unknown", expected="on, or an event of docs/hooks.md",
+                    do=nearest(name, ("on", *_EVENTS)),
+                )  # fmt: skip
         self.__attrs_init__(on=on if on and not events else {**(on or {}), **events})  # type: ignore[attr-defined]
 
     @on.validator

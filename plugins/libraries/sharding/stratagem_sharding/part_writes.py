@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+from weakref import ReferenceType, ref
 
 import torch
+from attrs import define
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
+
+from stratagem.errors import ConfigError
+
+#: What returns a view of a whole tensor; of a sharded one it may be a copy.
+_VIEWS: Final = {
+    "chunk", "detach", "diagonal", "expand", "flatten", "movedim", "narrow", "permute", "reshape", "select", "split",
+    "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "view_as",
+}  # fmt: skip
+_VIEW_PROPERTIES: Final = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "data")}
+
+
+@define(eq=False)
+class _Part:
+    """What ``whole[index]`` returned, or a view of it or of `whole`."""
+
+    tensor: ReferenceType[DTensor]
+    whole: DTensor
+    #: None for a view that shares memory with `whole`.
+    index: Any = None
+    #: What is written into it would be lost.
+    is_copy: bool = False
 
 
 class PartWrites(TorchFunctionMode):
     """Within, what is written into ``tensor[index]`` gets into the shards of `tensor`.
 
     Torch gathers ``tensor[index]`` into a new tensor: what is written into that would be lost. Each rank writes its
-    part of the value, which all of them have, so nothing is sent.
+    part of the value, which all of them have, so nothing is sent; all ranks do it.
+
+    Raises:
+        ConfigError: something else is written into that torch gathered, such as ``tensor.narrow(0, 0, 2)``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        #: What ``tensor[index]`` returned, with both: parts of shards that may still be written into.
-        self._parts: list[tuple[DTensor, DTensor, Any]] = []
+        self._parts: list[_Part] = []
 
     def __exit__(self, *error: object) -> None:
         self._parts.clear()
@@ -30,23 +56,42 @@ class PartWrites(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`; read a part of a sharded tensor, or write what it changes into the shards."""
-        first = args[0] if args else None
-        if not isinstance(first, DTensor):
-            return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.__setitem__:
-            return self._write(first, _whole(args[1]), _whole(args[2]))
-        if func is torch.Tensor.__getitem__:
-            return self._read(first, _whole(args[1]))
-        result = func(*args, **(kwargs or {}))
-        if result is first:  # a method that changes it, such as mul_
-            self._write_back(first)
+        options, first, name = kwargs or {}, args[0] if args else None, getattr(func, "__name__", "")
+        if isinstance(first, DTensor):
+            if func is torch.Tensor.__setitem__:
+                self._write(first, _whole(args[1]), _whole(args[2]))
+                return self._spread([first])
+            if func is torch.Tensor.__getitem__:
+                return self._read(first, _whole(args[1]))
+            if name == "__set__" and isinstance(args[1], DTensor):
+                raise ConfigError(
+                    "the data of a sharded tensor is set in a hook", expected="a change in place",
+                    do="call tensor.copy_(value)",
+                )  # fmt: skip
+        result = func(*args, **options)
+        if isinstance(first, DTensor) and (name in _VIEWS or func in _VIEW_PROPERTIES):
+            self._note(first, result)
+            return result
+        several = first if name.startswith("_foreach") and name.endswith("_") else ()
+        changed = (*(several or ()), options.get("out"), first if result is first else None)
+        self._spread([each for each in changed if isinstance(each, DTensor)])
         return result
 
     def _read(self, whole: DTensor, index: Any) -> DTensor:
-        mesh = whole.device_mesh
-        part = DTensor.from_local(whole.full_tensor()[index], mesh, [Replicate()] * mesh.ndim, run_check=False)
-        self._parts.append((part, whole, index))
+        mesh, parts = whole.device_mesh, index if isinstance(index, tuple) else (index,)
+        local = whole.full_tensor()[index].clone()
+        part = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if all(isinstance(each, int | slice | None) or each is ... for each in parts):  # else torch copies
+            self._parts.append(_Part(ref(part), whole, index))
         return part
+
+    def _note(self, of: DTensor, views: Any) -> None:
+        memory = of._local_tensor.untyped_storage().data_ptr()
+        for view in views if isinstance(views, tuple | list) else [views]:
+            if isinstance(view, DTensor) and view is not of:
+                is_copy = view._local_tensor.untyped_storage().data_ptr() != memory
+                if is_copy or self._of(of) is not None:
+                    self._parts.append(_Part(ref(view), of, is_copy=is_copy))
 
     def _write(self, whole: DTensor, index: Any, value: Any) -> None:
         with torch.no_grad():
@@ -56,12 +101,37 @@ class PartWrites(TorchFunctionMode):
             mesh, placements = whole.device_mesh, whole.placements
             mine, new = (distribute_tensor(each, mesh, placements, src_data_rank=None) for each in (chosen, values))
             whole.to_local().copy_(torch.where(mine.to_local(), new.to_local(), whole.to_local()))
-        self._write_back(whole)
 
-    def _write_back(self, part: DTensor) -> None:
-        for known, whole, index in self._parts:
-            if known is part:
-                self._write(whole, index, part.full_tensor())
+    def _spread(self, changed: list[DTensor]) -> None:
+        """Write what each of `changed` is now into what it is a part of, and let other parts know."""
+        self._parts = [part for part in self._parts if part.tensor() is not None]
+        roots = []
+        for each in changed:
+            tensor = each
+            while (part := self._of(tensor)) is not None:
+                if part.is_copy:
+                    raise ConfigError(
+                        "a hook writes into a part of a sharded tensor that torch has gathered",
+                        expected="tensor[index] = value, or tensor[index].mul_(value) and its like",
+                        do="write into the tensor by an index of numbers and slices",
+                    )  # fmt: skip
+                if part.index is not None:
+                    self._write(part.whole, part.index, tensor.full_tensor())
+                tensor = part.whole
+            roots.append(tensor)
+        for root in roots:
+            self._read_again(root)
+
+    def _read_again(self, whole: DTensor) -> None:
+        for part in self._parts:
+            tensor = part.tensor()
+            if part.whole is whole and part.index is not None and tensor is not None:
+                with torch.no_grad():
+                    tensor.to_local().copy_(whole.full_tensor()[part.index])
+                self._read_again(tensor)
+
+    def _of(self, tensor: DTensor) -> _Part | None:
+        return next((part for part in self._parts if part.tensor() is tensor), None)
 
 
 def _whole(value: Any) -> Any:
