@@ -114,11 +114,6 @@ def weights(module):
     return [parameter.detach().flatten().tolist() for parameter in module.parameters()]
 
 
-def names_of_hooks(api, cls):
-    """Return the hooks of `cls` that are called with nothing or anything, and return nothing."""
-    return sorted(name for name in dir(cls) if name.startswith("on_") and name not in {"on_gpu", "on_exception"})
-
-
 # --- Arguments of the trainer ----------------------------------------------------------------------------------------
 
 ARGUMENTS = "Arguments of the Trainer"
@@ -422,7 +417,7 @@ def hooks_of_an_error(api, folder):
 
     class Mine(api.Callback):
         def on_exception(self, trainer, pl_module, exception):
-            seen.append(["callback", type(exception).__name__, trainer.state.status if 0 else None])
+            seen.append(["callback", type(exception).__name__])
 
     def training_step(self, batch, batch_idx):
         raise ValueError("a mistake")
@@ -796,9 +791,6 @@ def callbacks_of_a_module(api, folder):
 def calls(api, folder):
     module = model(api, on_fit_start=lambda self: None)
     run = trainer(api, folder, max_epochs=1)
-    run.fit(
-        model=module, train_dataloaders=loader(), val_dataloaders=[loader(1), loader(2)], ckpt_path=None
-    ) if 0 else None
     run.fit(model=module, train_dataloaders=loader(), val_dataloaders=loader(1))
     run.save_checkpoint(filepath=folder / "saved.ckpt", weights_only=False)
     run.save_checkpoint(folder / "weights.ckpt", True)
