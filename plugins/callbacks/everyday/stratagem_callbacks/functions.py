@@ -33,16 +33,18 @@ class LambdaCallback(Callback):
     """
 
     #: Functions by event. For more than a few lines, write a class instead.
-    on: dict[str, Callable[..., Any]] = field(factory=dict)
+    on: dict[str, Callable[..., Any]] = field()
 
     def __init__(self, *, on: dict[str, Callable[..., Any]] | None = None, **events: Callable[..., Any]) -> None:
+        if on is None and not events:
+            raise TypeError("no function")
         for name in events:
             if name not in _EVENTS:
                 raise ConfigError(
                     f"option LambdaCallback.{name} is unknown", expected="on, or an event of docs/hooks.md",
                     do=nearest(name, ("on", *_EVENTS)),
                 )  # fmt: skip
-        self.__attrs_init__(on=on if on and not events else {**(on or {}), **events})  # type: ignore[attr-defined]
+        self.__attrs_init__(on={**(on or {}), **events} if events else on)  # type: ignore[attr-defined]
 
     @on.validator
     def _known(self, _: Any, value: dict[str, Any]) -> None:
