@@ -7,7 +7,9 @@ import inspect
 import pytest
 from mutants import MUTANTS, Counting, Replicated
 
-from stratagem_testing import CallbackConformance, StrategyConformance
+import stratagem_launchers_local
+from stratagem.stack import registry
+from stratagem_testing import CallbackConformance, LauncherConformance, StrategyConformance
 
 #: Bugs that the kit cannot see, and why.
 SURVIVORS: dict[str, str] = {}
@@ -41,6 +43,37 @@ def test_the_kit_notices(mutant):
     caught = mutant.caught_by()
 
     assert (caught is None) == (mutant.name in SURVIVORS), f"caught by {caught}"
+
+
+FORGETFUL = """
+import stratagem_launchers_local as local
+
+local.flush_files = lambda: None
+
+
+class Forgetful(local.ForkLauncher):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_the_kit_notices_a_launcher_that_loses_lines_of_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(stratagem_launchers_local, "flush_files", stratagem_launchers_local.flush_files)
+    record = tmp_path / "forgetful-1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: forgetful\nVersion: 1\n")
+    (record / "entry_points.txt").write_text("[stratagem.launcher]\nforgetful = forgetful:Forgetful\n")
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    registry.refresh()
+    kit = type("Mutated", (LauncherConformance,), {"plugin": "forgetful", "world_sizes": (2,)})
+    try:
+        with pytest.raises(AssertionError, match="'a line'"):
+            dict(kit.checks())["test_lines_in_open_files_are_written[2]"]()
+        dict(kit.checks())["test_every_process_has_its_place[2]"]()
+    finally:
+        registry.refresh()
 
 
 def test_every_mutant_changes_a_method_and_names_a_check_that_exist():

@@ -11,14 +11,19 @@ from pathlib import Path
 
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
+from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import StratagemError
 
 
 def report(error: BaseException, rank: int, folder: Path) -> None:
-    """Write a report of `error` into `folder`, unless this process has written one already."""
+    """Write a report of `error` into `folder`, unless this process has written one already.
+
+    Write all open files before: the launcher may end this process as soon as it reads the report.
+    """
     path = folder / f"{rank}.json"
     if path.exists():
         return
+    flush_files()
     parts = {}
     if isinstance(error, StratagemError):
         parts = {"found": error.found, "expected": error.expected, "do": error.do}

@@ -250,15 +250,15 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
     """Call `main` in a launched process; write its result, or a report of its error, to `folder`."""
     forget_signals()
     die_with(int(variables[PARENT_VARIABLE]))
-    # Do not collect the parent's garbage: the destructor of a process group would wait for threads that a fork does not
-    # copy.
-    gc.freeze()
     os.environ.update(variables)
     os.environ.pop(_IMPORTING, None)
     try:
         import torch
 
         if start_method == "fork":
+            # Do not collect the parent's garbage: the destructor of a process group would wait for threads that a fork
+            # does not copy. (In a process that closes its files as it ends, nothing frozen would be closed.)
+            gc.freeze()
             # A thread pool does not survive a fork: the first parallel operation would wait for it forever.
             torch.set_num_threads(1)
         result = (pickle.loads(main) if isinstance(main, bytes) else main)()  # noqa: S301 - the parent sent it

@@ -174,6 +174,28 @@ class LauncherConformance(Conformance):
             time.sleep(0.1)
         assert not left, f"processes {left} still run"
 
+    def test_lines_in_open_files_are_written(self, several: int) -> None:
+        """What a process wrote to a file that it did not close is in the file after its end, and after its error."""
+        every = [str(rank) for rank in range(several)]
+        for raiser, complete in ((several, every), (several - 1, every[-1:])):  # an error ends the other processes
+            with tempfile.TemporaryDirectory(prefix="stratagem-launch-") as folder:
+                code, _, errors, _ = self._script(
+                    several,
+                    f"""
+                    kept = []
+                    def main(run):
+                        kept.append(open({folder!r} + f"/{{run.rank}}", "w"))
+                        kept[0].write("a line")
+                        if run.rank == {raiser}:
+                            raise ValueError("out of order")
+                        run.collectives.barrier()
+                    run.launch(main)
+                    """,
+                )
+                assert (code == 0) == (raiser == several), errors
+                written = {name: (Path(folder) / name).read_text() for name in complete}
+            assert set(written.values()) == {"a line"}, f"{written}, where rank {raiser} of {several} raises an error"
+
     def _script(self, processes: int, body: str) -> tuple[int, str, str, str]:
         """Run a program that launches; return exit code, output, errors, and a text in its processes' command lines."""
         choice = self.choice()

@@ -1,10 +1,10 @@
-"""Models of the kit for ranks that share data: one draws random numbers in a cut region, one counts what it reads."""
+"""Models of the kit for ranks that share data: one draws random numbers in a cut region, one logs what it reads."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem_testing.reference import Batch, Net
 
@@ -22,12 +22,19 @@ class DroppedWithin(Net):
 
 
 class Counted(Net):
-    """Counts what it reads: the sum over ranks counts each sample, or each part of a sequence, once."""
+    """Logs what it reads: once each sample, or each part of a sequence, and a number that parts need not give."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.log("read", float(batch[1].numel()), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        self._log_read("", batch[1])
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
-        self.log("val_read", float(batch[1].numel()), reduce_fx="sum", sync_dist=True)
+        self._log_read("val_", batch[1])
         super().validation_step(batch, batch_idx)
+
+    def _log_read(self, stage: str, y: Tensor) -> None:
+        together: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        self.log(f"{stage}count", float(y.numel()), reduce_fx="sum", **together)
+        self.log(f"{stage}highest", y.max(), reduce_fx="max", **together)
+        self.log(f"{stage}average", y.mean(), **together)
+        self.log(f"{stage}exponential", y.mean().exp(), **together)

@@ -23,6 +23,7 @@ from typing import Any
 
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.rendezvous import RendezvousStore
+from stratagem.distributed.standard_streams import flush_files
 
 #: The variables in which launchers pass ranks to processes.
 LAUNCH_VARIABLES = (
@@ -144,8 +145,7 @@ def _fork(
         report = {"time": time.time(), "echo": echo, "text": traceback.format_exc()}
         (folder / f"{rank}.error").write_text(json.dumps(report))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_files()
         os._exit(code)
 
 

@@ -31,6 +31,7 @@ import types
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import Any, cast
 
+from stratagem.distributed.standard_streams import flush_files
 from stratagem_testing.script_children import NUMBER, read_request, serve_children
 
 #: How many bytes of the server's command line a copy may overwrite with its own.
@@ -52,7 +53,7 @@ def serve(control: int, preload: list[str]) -> None:
         RuntimeError: an import started a thread.
     """
     environment = dict(os.environ)
-    atexit.register(_end_by_signal)  # the first to be registered is the last to be called
+    atexit.register(_end)  # the first to be registered is the last to be called
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, which close the socket
     for name in preload:
         if importlib.util.find_spec(name.partition(".")[0]):
@@ -201,10 +202,12 @@ def _run(request: dict[str, Any]) -> None:
         raise SystemExit(1) from None
 
 
-def _end_by_signal() -> None:
-    """End with the signal, as the interpreter does after a KeyboardInterrupt, so that a shell detects it."""
+def _end() -> None:
+    """Write what the script left in open files: the interpreter would close them, if the server had frozen nothing.
+
+    End with the signal, as the interpreter does after a KeyboardInterrupt, so that a shell detects it.
+    """
+    flush_files()
     if _interrupted:
-        sys.stdout.flush()
-        sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem_testing.observed import Counted, DroppedWithin
-from stratagem_testing.reference import Dropped, data
+from stratagem_testing.reference import Batch, Dropped, data
 from stratagem_testing.strategy.base import StrategyChecks, fit_outcome
 from stratagem_testing.training import loader, share, train, weights_of
 
@@ -35,14 +36,20 @@ class MeshChecks(StrategyChecks):
         assert len(set(outcomes)) == 1, f"ranks disagree: {outcomes}"
         assert outcomes[0].startswith("refused: "), outcomes[0]
 
-    def test_metrics_count_each_sample_once(self, world_size: int) -> None:
-        """A metric that is summed over ranks is the sum over all samples, also if some ranks read the same."""
-        training, held_out = data(world_size * 8, sequence=self.sequence), data(world_size * 4, sequence=self.sequence)
+    def test_metrics_are_those_of_all_samples(self, world_size: int) -> None:
+        """What ranks log together is what one process logs, also if some read the same, or parts; or it is named."""
+        one = data(1, sequence=self.sequence)
+        expected = {"highest": one[1].max(), "average": one[1].mean(), "exponential": one[1].mean().exp()}
+        sets = {"": _repeated(one, world_size * 8), "val_": _repeated(one, world_size * 4)}
 
-        results = self._run(world_size, _count, self.maker(Counted), training, held_out)
+        results = self._run(world_size, _log, self.maker(Counted), *sets.values())
 
-        for metrics in results:
-            assert metrics == {"read": float(training[1].numel()), "val_read": float(held_out[1].numel())}
+        for stage, (_, y) in sets.items():
+            wanted = {stage + name: float(value) for name, value in (expected | {"count": y.numel()}).items()}
+            for found, _ in results:
+                wrong = [name for name in wanted if found[name] != pytest.approx(wanted[name], rel=1e-5)]
+                assert wrong in ([], [f"{stage}exponential"]), f"{found}; expected {wanted}"
+                assert all(name in results[0][1] for name in wrong), f"no warning names {wrong}"
 
     def test_ranks_that_read_the_same_draw_the_same(self, world_size: int) -> None:
         """With dropout on what all of them hold, all ranks have the same weights, whatever their seeds were."""
@@ -74,10 +81,18 @@ _WIDTH = 32
 # --- In each process ---------------------------------------------------------------------------------------------
 
 
-def _count(rank: int, size: int, choose: dict[str, Any], make: Any, training: Any, held_out: Any) -> Any:
+def _repeated(sample: Batch, times: int) -> Batch:
+    return sample[0].repeat_interleave(times, 0), sample[1].repeat_interleave(times, 0)
+
+
+def _log(rank: int, size: int, choose: dict[str, Any], make: Any, training: Any, held_out: Any) -> Any:
+    """Return the metrics of both stages, and the text of all warnings."""
     trainer = sg.Trainer(**choose)
-    trainer.fit(make(), loader(training, 4), loader(held_out, 4))
-    return {name: float(trainer.callback_metrics[name]) for name in ("read", "val_read")}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(make(), loader(training, 4), loader(held_out, 4))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics, "\n".join(str(each.message) for each in caught)
 
 
 def _train_seeded(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
