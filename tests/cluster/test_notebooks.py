@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager
 
+from kernels import kernel
 from ports import free_port
 
 pytestmark = pytest.mark.xdist_group("notebook")
@@ -62,7 +63,11 @@ class Notebook:
     """A kernel, and the cells to execute in it."""
 
     def __init__(self, folder):
-        self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(folder))
+        self.manager = kernel(KernelManager, folder)
+        self.manager.start_kernel(cwd=str(folder))
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=LIMIT_S)
         self.run(SETUP)
 
     def execute(self, cell, interrupt_when=None):

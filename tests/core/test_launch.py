@@ -373,13 +373,10 @@ def test_words_of_a_users_error_are_not_taken_for_nccls():
 
 
 def test_a_store_for_other_machines_is_not_hosted_at_the_address_of_another():
-    begun = time.monotonic()
     with pytest.raises(
         LaunchError, match=r"process \d+ on .* is to host the store, as node 0, at MASTER_ADDR '192\.0\.2\.1', which is"
     ):
         RendezvousStore("192.0.2.1", for_others=True).serve()
-
-    assert time.monotonic() - begun < 10
 
 
 def test_ranks_that_wait_at_the_address_are_told_of_another_node_0():

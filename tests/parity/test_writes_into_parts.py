@@ -43,6 +43,14 @@ WAYS = {
     "foreach": lambda tensor: torch._foreach_mul_([tensor[0], tensor[5]], 0.5),
     "out": lambda tensor: torch.clamp(tensor[3], -0.01, 0.01, out=tensor[4]),
     "again": again,
+    "copy_": lambda tensor: (
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) / 999),
+        tensor[1].copy_(tensor[2]),
+    ),
+    "index_fill_": lambda tensor: tensor.index_fill_(0, torch.tensor([1, 30]), 0.5),
+    "index_put_": lambda tensor: tensor.index_put_((torch.tensor([0, 31]), torch.tensor([1, 2])), torch.tensor(0.5)),
+    "index_add_": lambda tensor: tensor.index_add_(0, torch.tensor([2]), 0.1 * tensor[5:6]),
+    "lerp_": lambda tensor: tensor[3:9].lerp_(torch.ones(6, 1), weight=0.5),
     "own mask": lambda tensor: tensor.__setitem__(tensor.abs() > 0.1, 0.0),
     "list": lambda tensor: tensor.__setitem__([1, 5, 30], tensor[[2, 6, 31]]),
     "zero_": lambda tensor: tensor[7].zero_(),
@@ -78,7 +86,7 @@ def plainly(model):
         optimizer.step()
         model.on_train_batch_end(None, (x, y), 0)
         optimizer.zero_grad()
-    return dict(model.named_parameters())
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.every_push("fsdp", "tensor")
@@ -101,6 +109,28 @@ def test_it_is_as_in_plain_pytorch(size, strategy):
         for (outcome, _), weights, way in zip(found, expected, WAYS, strict=True):
             assert not isinstance(outcome, str), (way, outcome)
             assert relative_difference(outcome, weights) < 1e-6, way
+
+
+class WritesInTheStep(Net):
+    def training_step(self, batch, batch_idx):
+        assert torch._C._len_torch_function_stack() == 0, "it could not be compiled"
+        return super().training_step(batch, batch_idx)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        WAYS["again"](self.net[0].weight.grad)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        with torch.no_grad():
+            WAYS["again"](self.net[2].weight)
+
+
+@pytest.mark.slow
+def test_what_the_step_writes_is_as_in_plain_pytorch():
+    expected = plainly(MODELS[list(WAYS).index("again")]())
+    choose = {"strategy": "fsdp", "accelerator": "cpu"}
+    for ((weights, _),) in run_in_processes(train_each, 2, choose, _same, BATCHES, [WritesInTheStep]):
+        assert relative_difference(weights, expected) < 1e-6
 
 
 REFUSED = {

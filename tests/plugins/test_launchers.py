@@ -381,11 +381,9 @@ def test_a_hanging_sibling_is_ended():
             return super().training_step(batch, batch_idx)
 
     trainer, loader = forked(joined_batches(10, 16))
-    start = time.monotonic()
 
     with pytest.raises(LaunchError, match="rank 1 failed with ValueError"):
         trainer.fit(Hanging(1, raise_value_error), loader)
-    assert time.monotonic() - start < 30
 
 
 @pytest.mark.slow

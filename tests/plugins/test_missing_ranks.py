@@ -24,7 +24,7 @@ from stratagem_testing.training import outcome
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: What a rank may take beyond the timeout.
-GRACE_S = 5
+GRACE_S = 60
 
 
 def _ddp(timeout_s):

@@ -11,9 +11,11 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 
 import stratagem as sg
 import stratagem_callbacks.progress
+from kernels import kernel
 from stratagem.api.readback import Readback
 from stratagem.callbacks import ProgressBar
 from stratagem_callbacks.pace import Pace, Progress
@@ -219,10 +221,6 @@ def test_no_rich_before_a_bar_is_needed():
 # --- Notebooks ---------------------------------------------------------------------------------------------------
 
 CELL = """
-import nbclient
-import nbformat
-import pytest
-
 import stratagem as sg
 from stratagem_testing.reference import Net, joined_batches
 
@@ -236,11 +234,11 @@ trainer.fit(Net(), joined_batches(20, 8))
 @pytest.mark.every_push("1-[]")
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "callbacks"), [(1, []), (2, []), (1, ["tqdm"])], ids=str)
-def test_a_real_notebook_shows_it(devices, callbacks):
+def test_a_real_notebook_shows_it(tmp_path, devices, callbacks):
     """One line that is written over, for tqdm its own; also where training happens in copies of the kernel."""
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(CELL.format(devices=devices, callbacks=callbacks))]
-    nbclient.NotebookClient(notebook, timeout=360, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, km=kernel(AsyncKernelManager, tmp_path), timeout=360).execute()
     outputs = notebook.cells[0].outputs
     text = "".join(output.get("text", "") for output in outputs)
     last = [line.rpartition("\r")[2] for line in text.splitlines() if "epoch 2/2" in line][-1]

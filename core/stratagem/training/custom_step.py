@@ -10,6 +10,7 @@ closure. Without such an override the loop does the same in fewer calls, and zer
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class CustomStep:
         self.loop, self.run, self.optimizer = loop, loop.run, optimizer
         self.module: Module = loop.state.module
         self._handle = _Steps(self)
+        self._of_hooks = self.run.stack.strategy.hook_context() or contextlib.nullcontext()
         self._batch_idx = 0
         self._zero_is_due = False
         self._was_evaluated = False
@@ -69,9 +71,10 @@ class CustomStep:
         """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
         loop = self.loop
         self._batch_idx, self._was_evaluated, self._stepped = batch_idx, False, True
-        closure = functools.partial(self._evaluate, batch, sync)
         if sync:
-            self.module.optimizer_step(loop.state.position.epoch, batch_idx, self._handle, closure)
+            closure = functools.partial(self._evaluate_outside, batch)
+            with self._of_hooks:
+                self.module.optimizer_step(loop.state.position.epoch, batch_idx, self._handle, closure)
             if not self._was_evaluated:
                 raise ConfigError(
                     f"{type(self.module).__name__}.optimizer_step did not call its closure, which computes the loss",
@@ -81,7 +84,7 @@ class CustomStep:
             loop.train_batches.close_window()
             loop.count_step(self._stepped)
         else:
-            closure()
+            self._evaluate(batch, sync)
         outputs, self._outputs = self._outputs, None
         return outputs
 
@@ -110,6 +113,14 @@ class CustomStep:
             loop.clip(optimizer)
         self._stepped = run.step.optimizer_step(optimizer, **options)
         return loss
+
+    def _evaluate_outside(self, batch: Any) -> Any:
+        """Run the closure as the model runs everywhere else: outside of what hooks run in."""
+        self._of_hooks.__exit__(None, None, None)
+        try:
+            return self._evaluate(batch, sync=True)
+        finally:
+            self._of_hooks.__enter__()
 
     def _evaluate(self, batch: Any, sync: bool) -> Any:
         """Run the closure; return the loss, None for a skipped batch."""
@@ -144,12 +155,11 @@ def clipping(state: FitState) -> Callable[[Optimizer], Any] | None:
     if run.manual:
         return None
     if overrides(module, "configure_gradient_clipping"):
+        configure = state.events.within(module.configure_gradient_clipping)
 
         def configured(optimizer: Optimizer) -> None:
             run.step.unscale(optimizer)
-            module.configure_gradient_clipping(
-                optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
-            )  # fmt: skip
+            configure(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
 
         return configured
     if value is None:

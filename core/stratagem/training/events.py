@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api import hooks
@@ -36,16 +35,25 @@ class Events:
 
     def module_first(self, name: str, before: Callable[[], Any], then: Callable[[], None]) -> None:
         """Call `before` and the module, if it listens; `then`; the plugins, which can read what the module logged."""
-        context = self.run.stack.strategy.hook_context() or nullcontext()
         if overrides(self.module, name):
             before()
-            with context:
-                getattr(self.module, name)()
+            self.within(getattr(self.module, name))()
         then()
         hook = self.run.hooks.implemented(name)
         if hook is not None:
+            self.within(hook)(trainer=self.trainer, module=self.module, run=self.run)
+
+    def within(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `method` within what the strategy has hooks run in."""
+        context = self.run.stack.strategy.hook_context()
+        if context is None:
+            return method
+
+        def call(*arguments: Any, **options: Any) -> Any:
             with context:
-                hook(trainer=self.trainer, module=self.module, run=self.run)
+                return method(*arguments, **options)
+
+        return call
 
     def _find(self, name: str) -> Callable[..., None] | None:
         plugins = self.run.hooks.direct(name, trainer=self.trainer, module=self.module, run=self.run)
@@ -57,16 +65,7 @@ class Events:
                 plugins(**arguments)
                 return own(**arguments)
 
-        context = self.run.stack.strategy.hook_context()
-        return listener if listener is None or context is None else _within(context, listener)
-
-
-def _within(context: AbstractContextManager[Any], listener: Callable[..., Any]) -> Callable[..., Any]:
-    def call(**arguments: Any) -> Any:
-        with context:
-            return listener(**arguments)
-
-    return call
+        return listener if listener is None else self.within(listener)
 
 
 def arguments_of(event: str) -> tuple[str, ...]:

@@ -68,6 +68,8 @@ class PartWrites(TorchFunctionMode):
                     "the data of a sharded tensor is set in a hook", expected="a change in place",
                     do="call tensor.copy_(value)",
                 )  # fmt: skip
+            if name.endswith("_") and any(_is_whole(each) for each in (*args[1:], *options.values())):
+                return self._change_whole(func, first, args[1:], options)
         result = func(*args, **options)
         if isinstance(first, DTensor) and (name in _VIEWS or func in _VIEW_PROPERTIES):
             self._note(first, result)
@@ -76,6 +78,13 @@ class PartWrites(TorchFunctionMode):
         changed = (*(several or ()), options.get("out"), first if result is first else None)
         self._spread([each for each in changed if isinstance(each, DTensor)])
         return result
+
+    def _change_whole(self, func: Any, tensor: DTensor, args: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
+        """Change `tensor` by a tensor without shards, as in ``tensor.copy_(value)``, which torch refuses."""
+        changed = func(tensor.detach().full_tensor().clone(), *_whole(args), **options)
+        self._write(tensor, ..., changed)
+        self._spread([tensor])
+        return tensor
 
     def _read(self, whole: DTensor, index: Any) -> DTensor:
         mesh, parts = whole.device_mesh, index if isinstance(index, tuple) else (index,)
@@ -132,6 +141,13 @@ class PartWrites(TorchFunctionMode):
 
     def _of(self, tensor: DTensor) -> _Part | None:
         return next((part for part in self._parts if part.tensor() is tensor), None)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether `value` is a tensor without shards, or has one."""
+    if isinstance(value, tuple | list):
+        return any(_is_whole(each) for each in value)
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
 
 
 def _whole(value: Any) -> Any:
