@@ -81,7 +81,7 @@ class PartWrites(TorchFunctionMode):
 
     def _change_whole(self, func: Any, tensor: DTensor, args: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
         """Change `tensor` by a tensor without shards, as in ``tensor.copy_(value)``, which torch refuses."""
-        changed = func(tensor.detach().full_tensor().clone(), *_whole(args), **options)
+        changed = func(_whole(tensor.detach()).clone(), *_whole(args), **options)
         self._write(tensor, ..., changed)
         self._spread([tensor])
         return tensor
