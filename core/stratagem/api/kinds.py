@@ -121,7 +121,7 @@ class Strategy(Plugin):
         return False
 
     def hook_context(self) -> AbstractContextManager[Any] | None:
-        """Return what the event hooks of modules and callbacks run within; None for nothing. Asked once an event."""
+        """Return what hooks of modules and callbacks run within, but not steps; None for nothing. Asked once a hook."""
         return None
 
     def absorbs(self, policy: PrecisionPolicy) -> bool:
