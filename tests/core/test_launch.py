@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from stratagem_launchers_local.children import Child, end
 from stratagem_launchers_local.reports import root_cause
 from stratagem_launchers_local.supervision import start_for_good
 from stratagem_peer_diagnosis import diagnosis
+from stratagem_testing import run_in_processes
 
 WORLD = World(rank=2, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h", main_port=7)
 
@@ -259,6 +261,27 @@ def test_the_first_report_of_a_process_stands(tmp_path):
     report(ValueError("second"), 0, tmp_path)
 
     assert "first" in str(root_cause(tmp_path, []))
+
+
+def _report_beside_a_full_pipe(rank, size, folder):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    pipe, lines = open(writing, "wb"), open(folder / "lines", "w")  # noqa: SIM115
+    pipe.write(b"more")
+    lines.write("a line")
+    report(ValueError("mine"), 0, folder)
+    os.close(reading)
+    return (folder / "lines").read_text()
+
+
+@pytest.mark.slow
+def test_a_report_writes_open_files_before_and_waits_for_no_reader_of_a_pipe(tmp_path):
+    assert run_in_processes(_report_beside_a_full_pipe, 1, tmp_path, limit_s=60) == ["a line"]
+    assert (tmp_path / "0.json").exists()
 
 
 # --- Life and death ----------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from stratagem.errors import StratagemError
 def report(error: BaseException, rank: int, folder: Path) -> None:
     """Write a report of `error` into `folder`, unless this process has written one already.
 
-    Write all open files before: the launcher may end this process as soon as it reads the report.
+    Write open files before: the launcher may end this process as soon as it reads the report.
     """
     path = folder / f"{rank}.json"
     if path.exists():
         return
-    flush_files()
+    flush_files(on_disk=True)
     parts = {}
     if isinstance(error, StratagemError):
         parts = {"found": error.found, "expected": error.expected, "do": error.do}

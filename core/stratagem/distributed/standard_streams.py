@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import os
+import stat
 import sys
 
 
@@ -26,14 +27,19 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
 
 
-def flush_files() -> None:
+def flush_files(*, on_disk: bool = False) -> None:
     """Write what is buffered of all files that this process opened, before an ``os._exit``, which would lose it.
 
     Not of files that were open when ``gc.freeze`` was called in a forked process: their buffers are the parent's.
+
+    Args:
+        on_disk: only of files on a disk, which do not wait for a reader, as a pipe does.
     """
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase):
             with contextlib.suppress(Exception):  # it is closed, or for reading, or of a class of the user's
-                each.flush()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+                if not on_disk or stat.S_ISREG(os.fstat(each.fileno()).st_mode):
+                    each.flush()
+    if not on_disk:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
