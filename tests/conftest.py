@@ -31,6 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Hundreds of tests start programs: each would compile these sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Ranks print to one pipe: unbuffered, the parts of a line would be written one by one, between those of other ranks.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # Several ranks under each of pytest's workers share the cores: more threads only wait for each other. torch reads this
 # when it is imported, which pytest's plugins may already have done.
