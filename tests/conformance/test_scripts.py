@@ -140,7 +140,7 @@ def test_several_run_at_once_and_end_in_any_order():
     code = "import sys; sys.exit(len(sys.stdin.read()))"
     processes = [scripts.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True) for _ in range(3)]
     for number in (2, 0, 1):
-        processes[number].communicate("x" * number, timeout=30)
+        processes[number].communicate("x" * number, timeout=120)
 
     assert [process.returncode for process in processes] == [0, 1, 2]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -22,6 +24,12 @@ def of_a_part(tensor):
     part[3][1] = 0.5
     part[:, 4].mul_(2)
     part[0:2] += 0.125
+
+
+def compared(tensor):
+    """Change nothing, though the name of the operator, __eq__, ends as those that change a tensor."""
+    with contextlib.suppress(RuntimeError):  # torch does not compare shards with a whole tensor
+        assert (tensor == torch.zeros(tensor.shape)).dtype == torch.bool
 
 
 def again(tensor):
@@ -52,6 +60,7 @@ WAYS = {
     "index_add_": lambda tensor: tensor.index_add_(0, torch.tensor([2]), 0.1 * tensor[5:6]),
     "lerp_": lambda tensor: tensor[3:9].lerp_(torch.ones(6, 1), weight=0.5),
     "own mask": lambda tensor: tensor.__setitem__(tensor.abs() > 0.1, 0.0),
+    "comparison": compared,
     "list": lambda tensor: tensor.__setitem__([1, 5, 30], tensor[[2, 6, 31]]),
     "zero_": lambda tensor: tensor[7].zero_(),
     "data": lambda tensor: tensor.data[:5].mul_(3),

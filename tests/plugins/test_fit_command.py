@@ -1089,7 +1089,7 @@ def test_zsh_offers_the_options_of_the_chosen_plugin(offered_by_zsh, case):
 def test_other_shells_can_read_their_script(scripts, shell, tmp_path, need):
     need(shell, package=shell)
     (tmp_path / "script").write_text(scripts[shell])
-    result = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, check=False, timeout=30)
+    result = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, check=False, timeout=120)
 
     assert result.returncode == 0, result.stderr
     assert "early_stopping" in scripts[shell]

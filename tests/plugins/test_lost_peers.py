@@ -59,7 +59,7 @@ class Stops(sg.Callback):
 
 def _train_with_a_stopped_rank(rank, world_size, victim):
     stops = Stops(victim)
-    trainer = sg.Trainer(max_epochs=1, strategy=_ddp(2), devices=world_size, callbacks=[stops], **QUIET)
+    trainer = sg.Trainer(max_epochs=1, strategy=_ddp(6), devices=world_size, callbacks=[stops], **QUIET)
     said = _outcome(lambda: trainer.fit(Net(), part(joined_batches(6, 12), rank, world_size)))
     if rank == (victim + 1) % world_size:
         os.kill(stops.pids[victim], signal.SIGCONT)
@@ -68,11 +68,11 @@ def _train_with_a_stopped_rank(rank, world_size, victim):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_though_its_machine_answers():
-    results = run_in_processes(_train_with_a_stopped_rank, 3, 2, limit_s=2 + GRACE_S)
+    results = run_in_processes(_train_with_a_stopped_rank, 3, 2, limit_s=6 + GRACE_S)
 
     for said in results:
         assert said.startswith("PeerError: ")
-        assert f"has heard nothing from rank 2 ({socket.gethostname()}, 127.0.0.1) for 2 s" in said
+        assert f"has heard nothing from rank 2 ({socket.gethostname()}, 127.0.0.1) for 6 s" in said
         assert "can be reached" in said
     assert any("see what that rank is doing" in said for said in results)
 
@@ -88,7 +88,7 @@ def _stop_the_host_of_the_store(rank, world_size, port):
             os.kill(os.getpid(), signal.SIGSTOP)
         run.collectives.barrier()
 
-    said = _outcome(lambda: sg.Run(strategy=_ddp(2), devices=world_size, accelerator="cpu").launch(main))
+    said = _outcome(lambda: sg.Run(strategy=_ddp(6), devices=world_size, accelerator="cpu").launch(main))
     if rank == 1:
         os.kill(pids[0], signal.SIGCONT)
     return said
@@ -96,7 +96,7 @@ def _stop_the_host_of_the_store(rank, world_size, port):
 
 @pytest.mark.slow
 def test_a_stopped_rank_that_hosts_the_store_is_named():
-    _, said = run_in_processes(_stop_the_host_of_the_store, 2, free_port(), limit_s=2 + GRACE_S)
+    _, said = run_in_processes(_stop_the_host_of_the_store, 2, free_port(), limit_s=6 + GRACE_S)
 
     assert said.startswith("PeerError: rank 1 has heard nothing from rank 0 (")
     assert "can be reached" in said
@@ -136,7 +136,7 @@ def _die(reading=None, writing=None):
 
 
 def _own_loop(world_size, act):
-    with sg.Run(strategy=_ddp(3), devices=world_size, accelerator="cpu") as run:
+    with sg.Run(strategy=_ddp(6), devices=world_size, accelerator="cpu") as run:
         run.collectives.barrier()
         if act is not None:
             act()
@@ -147,7 +147,7 @@ def _own_loop(world_size, act):
 @pytest.mark.slow
 @pytest.mark.parametrize("leaves_a_child", [False, True])
 def test_a_killed_rank_is_named(leaves_a_child):
-    results = run_in_processes(_lose_a_rank, 3, 1, leaves_a_child, limit_s=3 + GRACE_S)
+    results = run_in_processes(_lose_a_rank, 3, 1, leaves_a_child, limit_s=30 + GRACE_S)
 
     assert results[1] == -signal.SIGKILL
     for said in (results[0], results[2]):
@@ -184,7 +184,7 @@ def _hear_from_all_and_die():
 @pytest.mark.slow
 def test_a_killed_rank_that_hosts_the_store_is_named_also_by_a_rank_that_is_late_to_notice():
     """No report can be left: a rank that ends at once would be taken for lost, too."""
-    status, first, second = run_in_processes(_lose_the_host_of_the_store, 3, free_port(), limit_s=3 + GRACE_S)
+    status, first, second = run_in_processes(_lose_the_host_of_the_store, 3, free_port(), limit_s=30 + GRACE_S)
 
     assert status == -signal.SIGKILL
     for said in (first, second):
@@ -289,7 +289,7 @@ class LosesItsDatabase(Net):
 
 
 def _lose_the_database(rank, world_size, error):
-    trainer = sg.Trainer(max_epochs=1, strategy=_ddp(3), devices=world_size, **QUIET)
+    trainer = sg.Trainer(max_epochs=1, strategy=_ddp(30), devices=world_size, **QUIET)
     return _outcome(lambda: trainer.fit(LosesItsDatabase(error), part(joined_batches(6, 12), rank, world_size)))
 
 
@@ -298,7 +298,7 @@ def _lose_the_database(rank, world_size, error):
     "error", [ConnectionError("the database hung up"), RuntimeError("timed out waiting for the licence server")]
 )
 def test_a_network_error_of_the_users_own_stands(error):
-    first, second = run_in_processes(_lose_the_database, 2, error, limit_s=3 + GRACE_S)
+    first, second = run_in_processes(_lose_the_database, 2, error, limit_s=30 + GRACE_S)
 
     said = f"{type(error).__name__}: {error}"
     assert second == said
@@ -310,7 +310,7 @@ def _endpoints_of(run):
 
 
 def _endpoints(rank, world_size):
-    with sg.Run(strategy=_ddp(3), devices=world_size, accelerator="cpu") as run:
+    with sg.Run(strategy=_ddp(30), devices=world_size, accelerator="cpu") as run:
         answers, store_answers = _endpoints_of(run).probe()
         run.collectives.barrier()
         endpoints = _endpoints_of(run)

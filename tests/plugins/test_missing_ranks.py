@@ -84,7 +84,7 @@ def _leave_out(rank, world_size, names):
     said = {}
     for name in names:
         clips = name == "run.clip_gradients"
-        strategy = {"name": "ddp_sharded", "timeout": 1} if clips else _ddp(1)
+        strategy = {"name": "ddp_sharded", "timeout": 4} if clips else _ddp(1)
         run = sg.Run(strategy=strategy, devices=world_size, accelerator="cpu")
         run.connect()
         if clips:
@@ -119,7 +119,7 @@ def test_a_rank_that_leaves_out_a_collective_is_named(names):
     said, _ = run_in_processes(_leave_out, 2, names, limit_s=540)
 
     for name, (sentence, took_s) in said.items():
-        assert took_s < 1 + GRACE_S, name
+        assert took_s < 4 + GRACE_S, name
         if name == "barrier_with_timeout":
             assert sentence.startswith(
                 "ConfigError: barrier() was called on rank 0 and on 1 of 2 ranks, not on rank 1;"
@@ -222,7 +222,7 @@ class Logs(Net):
         self._log("validate", batch_idx)
 
 
-def _log(rank, world_size, logged, stage="train", timeout_s=2, batches=3):
+def _log(rank, world_size, logged, stage="train", timeout_s=6, batches=3):
     trainer = sg.Trainer(max_epochs=1, strategy=_ddp(timeout_s), devices=world_size, **QUIET)
     model, data = Logs(logged, stage), part(joined_batches(batches, 8), rank, world_size)
     begun = time.monotonic()
@@ -268,7 +268,7 @@ def test_a_metric_that_one_rank_does_not_log_is_named(stage, batch, logs):
     results = run_in_processes(_log, 2, logged, stage, limit_s=180)
 
     for said, took_s, _ in results:
-        assert took_s < 2 + GRACE_S + 2  # two batches before it
+        assert took_s < 6 + GRACE_S  # two batches before it
         assert said.startswith(("ConfigError: ", "PeerError: "))
         assert "x" in said.split("sync_dist=True")[0] or "(x)" in said
         assert "rank 0" in said
@@ -316,7 +316,7 @@ PROGRAM = """
                 self.trainer.save_checkpoint("x.ckpt")
 
     if __name__ == "__main__":
-        strategy = {"name": "ddp_fork", "timeout": 3}
+        strategy = {"name": "ddp_fork", "timeout": 10}
         trainer = sg.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, barebones=True)
         trainer.fit(Odd(), joined_batches(4, 8))
 """

@@ -88,7 +88,7 @@ def test_lists_of_hosts_mean_what_scontrol_says(text, tmp_path, need):
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n")
     command = ["scontrol", "show", "hostnames", text]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, env=os.environ | {"SLURM_CONF": conf})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"SLURM_CONF": conf})
 
     assert expand(text, "X") == done.stdout.split(), done.stderr
 

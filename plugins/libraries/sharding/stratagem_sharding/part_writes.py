@@ -68,7 +68,8 @@ class PartWrites(TorchFunctionMode):
                     "the data of a sharded tensor is set in a hook", expected="a change in place",
                     do="call tensor.copy_(value)",
                 )  # fmt: skip
-            if name.endswith("_") and any(_is_whole(each) for each in (*args[1:], *options.values())):
+            is_in_place = name.endswith("_") and not name.endswith("__")  # not an operator, such as __eq__
+            if is_in_place and any(_is_whole(each) for each in (*args[1:], *options.values())):
                 return self._change_whole(func, first, args[1:], options)
         result = func(*args, **options)
         if isinstance(first, DTensor) and (name in _VIEWS or func in _VIEW_PROPERTIES):
@@ -81,6 +82,7 @@ class PartWrites(TorchFunctionMode):
 
     def _change_whole(self, func: Any, tensor: DTensor, args: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
         """Change `tensor` by a tensor without shards, as in ``tensor.copy_(value)``, which torch refuses."""
+        options = {name: _whole(value) for name, value in options.items()}
         changed = func(_whole(tensor.detach()).clone(), *_whole(args), **options)
         self._write(tensor, ..., changed)
         self._spread([tensor])
