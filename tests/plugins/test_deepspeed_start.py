@@ -126,7 +126,7 @@ def _run_program(rank, world_size, case, folder):
         for number in (1, 2):
             os.dup2(file.fileno(), number)
         for handler in logging.getLogger("DeepSpeed").handlers:
-            handler.setStream(file)
+            handler.stream = file  # setStream flushes the one before, which another test may have closed
         _warn_as_python_does()
         exec(PROGRAM, {"__name__": "__main__"})
     return said.read_text()
