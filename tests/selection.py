@@ -93,9 +93,9 @@ def part_of(shard: str) -> tuple[int, int]:
 
 
 def in_shard(item: pytest.Item, number: int, count: int) -> bool:
-    """Whether `item` is part of shard `number` of `count`: all cases of a test in the same group are in one."""
+    """Whether `item` is part of shard `number` of `count`; cases of a test share what their group prepares: one shard."""
     group = item.get_closest_marker("xdist_group")
-    key = item.nodeid.partition("[")[0] + (str(group.args or group.kwargs) if group else "")
+    key = item.nodeid.partition("[")[0] + str(group.args or group.kwargs) if group else item.nodeid
     return zlib.crc32(key.encode()) % count == number - 1
 
 
