@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 from mutants import MUTANTS, Counting, Replicated
 
 import stratagem_launchers_local
-from stratagem.stack import registry
 from stratagem_testing import CallbackConformance, LauncherConformance, StrategyConformance
 
 #: Bugs that the kit cannot see, and why.
@@ -57,23 +57,15 @@ class Forgetful(local.ForkLauncher):
 
 
 @pytest.mark.slow
-def test_the_kit_notices_a_launcher_that_loses_lines_of_open_files(tmp_path, monkeypatch):
+def test_the_kit_notices_a_launcher_that_loses_lines_of_open_files(install, monkeypatch):
     monkeypatch.setattr(stratagem_launchers_local, "flush_files", stratagem_launchers_local.flush_files)
-    record = tmp_path / "forgetful-1.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: forgetful\nVersion: 1\n")
-    (record / "entry_points.txt").write_text("[stratagem.launcher]\nforgetful = forgetful:Forgetful\n")
-    (tmp_path / "forgetful.py").write_text(FORGETFUL)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    registry.refresh()
-    kit = type("Mutated", (LauncherConformance,), {"plugin": "forgetful", "world_sizes": (2,)})
-    try:
-        with pytest.raises(AssertionError, match="'a line'"):
-            dict(kit.checks())["test_lines_in_open_files_are_written[2]"]()
-        dict(kit.checks())["test_every_process_has_its_place[2]"]()
-    finally:
-        registry.refresh()
+    install("forgetful", {"stratagem.launcher": {"forgetful": "Forgetful"}}, FORGETFUL)
+    monkeypatch.setenv("PYTHONPATH", sys.path[0])  # for the programs that the kit starts
+    checks = dict(type("Mutated", (LauncherConformance,), {"plugin": "forgetful", "world_sizes": (2,)}).checks())
+
+    with pytest.raises(AssertionError, match="'a line'"):
+        checks["test_lines_in_open_files_are_written[2]"]()
+    checks["test_every_process_has_its_place[2]"]()
 
 
 def test_every_mutant_changes_a_method_and_names_a_check_that_exist():

@@ -282,33 +282,27 @@ def test_mistakes_are_refused_in_one_sentence(capsys, words, sentence):
     assert said.startswith(sentence)
 
 
-def test_more_devices_than_the_machine_has_are_refused(capsys, monkeypatch, tmp_path):
-    plugin = tmp_path / "plugins" / "four.py"
-    plugin.parent.mkdir()
-    plugin.write_text(
-        "from stratagem.api import Accelerator\n"
-        "class Four(Accelerator):\n    precedence = 1000\n    def count(self):\n        return 4\n"
-    )
-    record = plugin.parent / "four-1.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: four\nVersion: 1\nRequires-Dist: stratagem>=0.1\n")
-    (record / "entry_points.txt").write_text("[stratagem.accelerator]\nfour = four:Four\n")
-    monkeypatch.syspath_prepend(plugin.parent)
-    from stratagem.stack import registry
+FOUR = """
+from stratagem.api import Accelerator
 
-    registry.refresh()
-    try:
-        for launcher in ("local", "torchrun"):
-            said = refused(capsys, "train.py", "--launcher", launcher, "--devices", "8")
-            assert said.startswith("--devices is 8 and this machine has 4 (four); expected at most 4; pass --devices 4")
-        assert "--nproc-per-node=4" in command(capsys, "--launcher", "torchrun")
-        accepted = command(
-            capsys, "--launcher", "torchrun", "--devices", "8", "--env", "STRATAGEM_TRAINER_ACCELERATOR=cpu"
-        )
-        assert "--nproc-per-node=8" in accepted
-    finally:
-        monkeypatch.undo()
-        registry.refresh()
+
+class Four(Accelerator):
+    precedence = 1000
+
+    def count(self):
+        return 4
+"""
+
+
+def test_more_devices_than_the_machine_has_are_refused(capsys, install):
+    install("four", {"stratagem.accelerator": {"four": "Four"}}, FOUR, requires=["stratagem>=0.1"])
+
+    for launcher in ("local", "torchrun"):
+        said = refused(capsys, "train.py", "--launcher", launcher, "--devices", "8")
+        assert said.startswith("--devices is 8 and this machine has 4 (four); expected at most 4; pass --devices 4")
+    assert "--nproc-per-node=4" in command(capsys, "--launcher", "torchrun")
+    accepted = command(capsys, "--launcher", "torchrun", "--devices", "8", "--env", "STRATAGEM_TRAINER_ACCELERATOR=cpu")
+    assert "--nproc-per-node=8" in accepted
 
 
 def test_a_launcher_is_not_started_by_each_of_several_processes(capsys, monkeypatch):

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 import stratagem as sg
+from stratagem.errors import PluginError
 from stratagem.stack import registry
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
@@ -117,3 +118,8 @@ def test_a_strangers_strategy_is_a_strategy(installed, tmp_path, monkeypatch):
     from stratagem.strategies import Averaging
 
     assert Averaging(every=3).every == 3
+
+
+def test_without_the_package_its_name_is_unknown():
+    with pytest.raises(PluginError, match="strategy 'averaging' is unknown"):
+        sg.Trainer(strategy="averaging", **QUIET)

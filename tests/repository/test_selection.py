@@ -10,6 +10,7 @@ import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,6 +145,13 @@ def test_shards_are_disjoint_and_hold_all_cases(project):
     shards = [collected(project, "--shard", f"{number}/3") for number in (1, 2, 3)]
 
     assert sorted(chain(*shards)) == sorted(collected(project))
+
+
+def test_the_cases_of_a_test_are_in_one_shard_if_they_share_what_their_group_prepares():
+    group = pytest.mark.xdist_group("server").mark
+    cases = [SimpleNamespace(nodeid=f"a.py::test[{n}]", get_closest_marker=lambda _: group) for n in range(9)]
+
+    assert sorted(sum(selection.in_shard(case, number, 4) for case in cases) for number in range(1, 5)) == [0, 0, 0, 9]
 
 
 @pytest.mark.slow
