@@ -24,6 +24,7 @@ from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import named_parameters, point_at
+from stratagem.runtime.parted import Parted
 from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
@@ -252,6 +253,8 @@ class Context(Choices):
         self.optimizers = []
         if make_optimizers is not None:
             self.optimizers = list(self.hooks.ask("wrap_optimizers", optimizers=made, module=self.model))
+        if self.shards_parameters and self.world_size > 1 and self.is_global_zero:
+            Parted(self.title_of(self.strategy)).watch(module)
         if stage == "train" and self.settings.writes_files and self.is_global_zero:
             from stratagem.stack import lock
 

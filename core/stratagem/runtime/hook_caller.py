@@ -17,6 +17,7 @@ from stratagem.api.hook_methods import belongs_to
 from stratagem.api.world import Collectives, World
 from stratagem.errors import PluginError, with_article
 from stratagem.runtime import default_hooks
+from stratagem.runtime.parted import read_by_plugins
 from stratagem.stack import lightning_callbacks
 from stratagem.stack.plugin_hooks import hook_implementations
 
@@ -79,7 +80,8 @@ class HookCaller:
 
     def ask(self, hook: str, **arguments: Any) -> Any:
         """Call an answer hook and require an answer."""
-        return self.answered(hook, getattr(self.hook, hook)(**arguments, run=self._run))
+        with read_by_plugins():
+            return self.answered(hook, getattr(self.hook, hook)(**arguments, run=self._run))
 
     def enter_all(self, stack: contextlib.ExitStack, hook: str, **arguments: Any) -> None:
         """Enter the contexts that the implementations of `hook` return."""
