@@ -59,6 +59,10 @@ WAYS = {
     "index_put_": lambda tensor: tensor.index_put_((torch.tensor([0, 31]), torch.tensor([1, 2])), torch.tensor(0.5)),
     "index_add_": lambda tensor: tensor.index_add_(0, torch.tensor([2]), 0.1 * tensor[5:6]),
     "lerp_": lambda tensor: tensor[3:9].lerp_(torch.ones(6, 1), weight=0.5),
+    "init": lambda tensor: (torch.manual_seed(5), torch.nn.init.xavier_uniform_(tensor, 0.1)),
+    "init by name": lambda tensor: (torch.manual_seed(6), torch.nn.init.normal_(tensor, std=0.01)),
+    "orthogonal": lambda tensor: (torch.manual_seed(7), torch.nn.init.orthogonal_(tensor, 0.1)),
+    "random row": lambda tensor: (torch.manual_seed(8), tensor[3].uniform_(-0.1, 0.1)),
     "own mask": lambda tensor: tensor.__setitem__(tensor.abs() > 0.1, 0.0),
     "comparison": compared,
     "list": lambda tensor: tensor.__setitem__([1, 5, 30], tensor[[2, 6, 31]]),
@@ -157,13 +161,20 @@ class Refused(Net):
             REFUSED[self.way](self.net[2].weight)
 
 
+class Computes(Net):
+    def on_train_epoch_end(self):
+        self(BATCHES[0][0])
+
+
 @pytest.mark.slow
-def test_what_would_be_lost_is_refused():
+def test_what_would_be_lost_is_refused_and_what_is_not_gathered():
     models = [type(f"Refused{number}", (Refused,), {"way": way}) for number, way in enumerate(REFUSED)]
-    for found in run_in_processes(train_each, 2, {"strategy": "fsdp", "accelerator": "cpu"}, _same, BATCHES, models):
-        for (outcome, _), way in zip(found, REFUSED, strict=True):
+    choose = {"strategy": "fsdp", "accelerator": "cpu"}
+    for found in run_in_processes(train_each, 2, choose, _same, BATCHES, [*models, Computes]):
+        for (outcome, _), way in zip(found, [*REFUSED, "Computes"], strict=True):
             assert isinstance(outcome, str), way
-            assert "a sharded tensor" in outcome, (way, outcome)
+            words = "uses sharded weights" if way == "Computes" else "a sharded tensor"
+            assert words in outcome, (way, outcome)
 
 
 def _same(module):

@@ -1,9 +1,11 @@
-"""Let hooks write into a part of a sharded tensor, such as ``weight.grad[0] = 0``, as they do into a whole one."""
+"""Let hooks write into parts of a sharded tensor (``weight.grad[0] = 0``) and read it, as they do a whole one."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any, Final
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, ref
 
 import torch
@@ -12,6 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
+from stratagem_sharding.shards import read
+
+if TYPE_CHECKING:
+    from stratagem_sharding.unit_order import UnitOrder
 
 #: What returns a view of a whole tensor; of a sharded one it may be a copy.
 _VIEWS: Final = {
@@ -20,6 +26,14 @@ _VIEWS: Final = {
     "view_as",
 }  # fmt: skip
 _VIEW_PROPERTIES: Final = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "data")}
+#: Parts of messages of torch about shards.
+_SIGNS: Final = ("DTensor", "Sharding propagation failed", "sharded dimension", "_local_tensor")
+#: What torch has for whole tensors only.
+_READS: Final = {"tolist", "numpy", "__array__", "__format__", "allclose", "unique", "nonzero"}
+#: Drawn for a shard, numbers would not be those of one process, and with one seed those of all shards the same.
+_RANDOM: Final = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+}  # fmt: skip
 
 
 @define(eq=False)
@@ -40,23 +54,43 @@ class PartWrites(TorchFunctionMode):
     Torch gathers ``tensor[index]`` into a new tensor: what is written into that would be lost. Each rank writes its
     part of the value, which all of them have, so nothing is sent; all ranks do it.
 
+    Args:
+        order: returns what compares the reads of ranks, once a model is sharded.
+
     Raises:
         ConfigError: something else is written into that torch gathered, such as ``tensor.narrow(0, 0, 2)``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: Callable[[], UnitOrder | None]) -> None:
         super().__init__()
+        self._order = order
+        self._reads: list[AbstractContextManager[None]] = []
         self._parts: list[_Part] = []
 
-    def __exit__(self, *error: object) -> None:
+    def __enter__(self) -> PartWrites:
+        order = self._order()
+        self._reads.append(contextlib.nullcontext() if order is None else order.compared(self, reads=True))
+        self._reads[-1].__enter__()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: PYI036
         self._parts.clear()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._reads.pop().__exit__(*raised)
+        error = raised[1]
+        if isinstance(error, RuntimeError | AttributeError) and any(sign in str(error) for sign in _SIGNS):
+            raise ConfigError(
+                f"a hook uses sharded weights as torch refuses: {str(error).partition(chr(10))[0]}",
+                expected="modules that are called in a step, which gathers their weights, or tensor.full_tensor()",
+                do="move the call to validation_step or another step, or read tensor.full_tensor() on all ranks",
+            ) from error
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`; read a part of a sharded tensor, or write what it changes into the shards."""
-        options, first, name = kwargs or {}, args[0] if args else None, getattr(func, "__name__", "")
+        options, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args else options.get("tensor")  # as `torch.nn.init` names it
         if isinstance(first, DTensor):
             if func is torch.Tensor.__setitem__:
                 self._write(first, _whole(args[1]), _whole(args[2]))
@@ -68,33 +102,42 @@ class PartWrites(TorchFunctionMode):
                     "the data of a sharded tensor is set in a hook", expected="a change in place",
                     do="call tensor.copy_(value)",
                 )  # fmt: skip
+            if name in _READS:
+                return func(*_whole(args), **options)
+            if name in _VIEWS or func in _VIEW_PROPERTIES:
+                return self._view(func, first, args[1:], options)
             is_in_place = name.endswith("_") and not name.endswith("__")  # not an operator, such as __eq__
-            if is_in_place and any(_is_whole(each) for each in (*args[1:], *options.values())):
+            is_random = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
+            if is_random or (is_in_place and any(_is_whole(each) for each in (*args[1:], *options.values()))):
                 return self._change_whole(func, first, args[1:], options)
         result = func(*args, **options)
-        if isinstance(first, DTensor) and (name in _VIEWS or func in _VIEW_PROPERTIES):
-            self._note(first, result)
-            return result
         several = first if name.startswith("_foreach") and name.endswith("_") else ()
         changed = (*(several or ()), options.get("out"), first if result is first else None)
         self._spread([each for each in changed if isinstance(each, DTensor)])
         return result
 
     def _change_whole(self, func: Any, tensor: DTensor, args: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
-        """Change `tensor` by a tensor without shards, as in ``tensor.copy_(value)``, which torch refuses."""
-        options = {name: _whole(value) for name, value in options.items()}
+        """Change `tensor` by one without shards, as in ``tensor.copy_(value)``, which torch refuses, or by chance."""
+        options = {name: _whole(value) for name, value in options.items() if value is not tensor}
         changed = func(_whole(tensor.detach()).clone(), *_whole(args), **options)
         self._write(tensor, ..., changed)
         self._spread([tensor])
         return tensor
 
-    def _read(self, whole: DTensor, index: Any) -> DTensor:
-        mesh, parts = whole.device_mesh, index if isinstance(index, tuple) else (index,)
-        local = whole.full_tensor()[index].clone()
-        part = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    def _read(self, whole: DTensor, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        part = _replicated(read(whole)[index].clone(), whole)
         if all(isinstance(each, int | slice | None) or each is ... for each in parts):  # else torch copies
             self._parts.append(_Part(ref(part), whole, index))
         return part
+
+    def _view(self, func: Any, of: DTensor, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        try:
+            views = func(of, *args, **options)
+        except RuntimeError:  # torch has none, such as of shards that differ in size
+            views = _replicated(func(read(of), *args, **options), of)
+        self._note(of, views)
+        return views
 
     def _note(self, of: DTensor, views: Any) -> None:
         memory = of._local_tensor.untyped_storage().data_ptr()
@@ -145,6 +188,14 @@ class PartWrites(TorchFunctionMode):
         return next((part for part in self._parts if part.tensor() is tensor), None)
 
 
+def _replicated(value: Any, like: DTensor) -> Any:
+    """Return a tensor that all ranks have, or each of several, for operations with `like`."""
+    if isinstance(value, tuple | list):
+        return tuple(_replicated(each, like) for each in value)
+    mesh = like.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def _is_whole(value: Any) -> bool:
     """Whether `value` is a tensor without shards, or has one."""
     if isinstance(value, tuple | list):
@@ -156,4 +207,4 @@ def _whole(value: Any) -> Any:
     """Return an index or a value without shards."""
     if isinstance(value, tuple | list):
         return type(value)(_whole(each) for each in value)
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return read(value) if isinstance(value, DTensor) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,30 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stratagem.api import RunContext
+    from stratagem_sharding.unit_order import UnitOrder
+
+
+#: Those of steps and hooks that run now, the innermost last.
+orders: list[UnitOrder] = []
+
+
+def read(tensor: DTensor) -> torch.Tensor:
+    """Return all of `tensor`, for a program that reads it. Collective.
+
+    Raises:
+        ConfigError: another rank does something else.
+    """
+    if orders and not all(placement.is_replicate() for placement in tensor.placements):
+        frame: Any = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("torch", __package__):
+            frame = frame.f_back
+        orders[-1].next(("place", f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+    return tensor.full_tensor()
+
+
+_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+# ``norm.item()`` and ``float(norm)`` are this rank's part otherwise (pytorch issue 166638).
+_handlers[torch.ops.aten._local_scalar_dense.default] = lambda operation, given, _: operation(read(*given))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,9 @@ class ShardedSteps:
         if not run.manual:
             self._reshard(root)  # such as after a step without a loss
         # The first step makes the state of the optimizer, which stays: it must not be among freed blocks.
-        with reuse_freed_blocks() if self._has_stepped else contextlib.nullcontext():
+        memory = reuse_freed_blocks() if self._has_stepped else contextlib.nullcontext()
+        assert self.order is not None, "it was added"
+        with self.order.compared("optimizer", reads=True), memory:
             yield
         self._has_stepped = True
         self._gradients.drop_free()  # what more than this step's gradients once needed

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stratagem.errors import ConfigError
 from stratagem_sharding.param_groups import with_gradients
+from stratagem_sharding.shards import orders
 from stratagem_sharding.wording import few
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class UnitOrder:
         #: By unit: the names of the parameters that its gradients are numbered by.
         self._parameters: dict[int, list[str]] = {}
         self._known: dict[Hashable, list[tuple[_Event, ...]]] = {}
-        self._open, self._steps = False, 0
+        self._open, self._steps, self._scopes = False, 0, 0
         self._store: Any = None
         self._exchanging, self._closing = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -103,25 +104,31 @@ class UnitOrder:
         group.post_backward = compare_and_reduce
 
     @contextlib.contextmanager
-    def compared(self, kind: Hashable) -> Iterator[None]:
-        """Compare the events within, which are a step of this `kind`; within another step they are part of that."""
+    def compared(self, kind: Hashable, *, reads: bool = False) -> Iterator[None]:
+        """Compare the events within, which are a step of this `kind`; within another step they are part of that.
+
+        Args:
+            reads: it is code of a user rather than a step, and has events only if it reads shards.
+        """
         if self._open or self._peers.world_size == 1:
             yield
             return
-        known = self._kind = self._known.setdefault(kind, [])
+        known = self._kind = self._known.setdefault(kind, [(_END,)] if reads else [])
         self._open, self._seen, self._expected = True, [], known[-1] if known else None
-        self._steps += 1
-        if known and self._thread is None:
+        self._steps, self._scopes = (self._steps, self._scopes + 1) if reads else (self._steps + 1, 0)
+        if self._thread is None:
             arguments = (weakref.ref(self), self._closing)
             self._thread = threading.Thread(
                 target=_answer_while_open, args=arguments, name="stratagem-fsdp-order", daemon=True
             )
             self._thread.start()
+        orders.append(self)
         try:
             yield
             self.next(_END)
         finally:
             self._open = False
+            orders.remove(self)
         if not known or self._expected is not known[-1]:
             order = tuple(self._seen)
             known[:] = [*[each for each in known if each != order][1 - _MAX_ORDERS :], order]
@@ -147,10 +154,12 @@ class UnitOrder:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
+            with contextlib.suppress(Exception):  # the store may be gone with the rank that hosts it
+                self._collectives.key_value_store().put(f"{self._key}/ended", "1")
         self._thread = self._store = None
 
     def _compare(self, event: _Event, *, together: bool) -> None:
-        mine = (self._steps, len(self._seen) - 1, *event)
+        mine = (*self._where, *event)
         if together:
             checksum = torch.tensor([zlib.crc32(repr(mine).encode())])
             with self._peers.traffic.sent_by("comparison of ranks"):
@@ -170,7 +179,7 @@ class UnitOrder:
         self._store = self._store or self._collectives.key_value_store()
         self._round += 1
         self._store.put(f"{key}/{rank}", json.dumps(mine))
-        self._store.put(f"{key}/left", json.dumps(mine[:2]))
+        self._store.put(f"{key}/left", json.dumps(mine[:3]))
         deadline = time.monotonic() + self._limit_s
         if rank == 0:  # one rank reads what all have written
             written = {each: self._read(f"{key}/{each}", deadline) for each in range(1, size)}
@@ -181,41 +190,53 @@ class UnitOrder:
         return {each: _tuples(where) for each, where in written.items() if where is not None}
 
     def _read(self, key: str, deadline: float) -> Any:
-        """Return what is put under `key` until the `deadline`; None if nothing is."""
+        """Return what is put under `key` until the `deadline`, or until a rank has ended; None if nothing is."""
         pause_s = 0.0005
+        has_ended = self._store.get(f"{self._key}/ended")
         while (text := self._store.get(key)) is None:
-            if time.monotonic() > deadline or self._closing.is_set():
+            if has_ended or time.monotonic() > deadline or self._closing.is_set():
                 return None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
+            has_ended = self._store.get(f"{self._key}/ended")
         return json.loads(text)
 
-    def answer(self, before: tuple[int, int]) -> tuple[int, int]:
-        """Return where this rank is, as a step and a place in it.
+    @property
+    def _where(self) -> tuple[int, int, int]:
+        return self._steps, self._scopes, len(self._seen) - 1
+
+    def answer(self, before: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return where this rank is, as a step, code of a user after it, and a place in either.
 
         Also write it to the store, if the rank was there `before` and another one has diverged at that place or sooner.
         """
-        step, place = where = self._steps, len(self._seen) - 1
+        *here, place = where = self._where
         if where != before or place < 0:
             return where
         with contextlib.suppress(Exception), self._exchanging:  # the store may be gone with the rank that hosts it
             self._store = self._store or self._collectives.key_value_store()
             left = self._store.get(f"{self._key}/{self._round}/left")
             if left is not None and tuple(json.loads(left)) <= where:
-                if json.loads(left)[0] == step:  # write what it did there, not where it is since
-                    place = json.loads(left)[1]
-                self._exchange((step, place, *self._seen[place]))
+                if json.loads(left)[:2] == here:  # write what it did there, not where it is since
+                    place = json.loads(left)[2]
+                self._exchange((*here, place, *self._seen[place]))
         return where
 
     def _error(self, found: Mapping[int, tuple[Any, ...]]) -> ConfigError:
-        reached = [set(self._reached(event)) for _, _, *event in found.values() if event[0] in ("gradients", "scalars")]
+        events = [event for _, _, _, *event in found.values()]
+        reached = [set(self._reached(event)) for event in events if event[0] in ("gradients", "scalars")]
         some: set[str] = set().union(*reached)
         differing = some - some.intersection(*reached) if len(reached) > 1 else some
         groups: dict[str, list[int]] = {}
         for rank in range(self._peers.world_size):
-            event = found[rank][2:] if rank in found else None
+            event = found[rank][3:] if rank in found else None
             groups.setdefault(self._describe(event, differing), []).append(self._ranks[rank])
         ranks = "; ".join(f"rank{'s' * (len(members) > 1)} {few(members)} {text}" for text, members in groups.items())
+        if any(event[0] == "place" for event in events):
+            return ConfigError(
+                f"not all ranks read a sharded tensor: {ranks}",
+                expected="all ranks to read it, since each has a part", do="read it on every rank, and print it on one",
+            )  # fmt: skip
         return ConfigError(
             f"ranks use different layers in one step: {ranks}",
             expected="the same ones on every rank, in the same order: FSDP adds up what comes at the same place",
@@ -229,9 +250,11 @@ class UnitOrder:
 
     def _describe(self, event: Any, differing: set[str]) -> str:
         if event is None:
-            return f"did not say within {self._limit_s:g} s what comes next"
+            return f"has ended, or did not say within {self._limit_s:g} s what comes next"
+        if event[0] == "place":
+            return f"came to {event[1]}"
         if event[0] == "end":
-            return "came to the end of the step"
+            return "came to the end of the step or hook"
         if event[0] == "unit":
             name = self._names[event[1]]
             return f"came to {name!r}" if name else "came to the parameters outside of all units"
@@ -241,7 +264,7 @@ class UnitOrder:
 
 def _answer_while_open(order: weakref.ref[UnitOrder], closing: threading.Event) -> None:
     """Answer for a rank that waits in a collective, until `closing` is set or the order is deleted."""
-    where = (0, 0)
+    where = (0, 0, 0)
     while not closing.wait(_LOOK_S):
         held = order()
         if held is None:

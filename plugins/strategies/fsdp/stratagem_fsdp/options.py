@@ -28,8 +28,6 @@ from stratagem_process_group import ProcessGroupStrategy, group_options_after
 from stratagem_transforms.wrap_policy import check_policy
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from stratagem.api import PrecisionPolicy, World
 
 
@@ -114,12 +112,6 @@ class FSDPOptions(ProcessGroupStrategy):
         }  # fmt: skip
         replicates = self.is_hybrid or self.sharding_strategy == "NO_SHARD"
         return Capabilities(provides=provides | {GRADIENT_BUCKETS} if replicates else provides)
-
-    def hook_context(self) -> AbstractContextManager[Any]:
-        """Let hooks write into parts of what is sharded."""
-        from stratagem_sharding.part_writes import PartWrites
-
-        return PartWrites()
 
     def how_to_provide(self, word: str) -> str:
         if word == GRADIENT_BUCKETS:

@@ -23,6 +23,7 @@ from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import device_mesh
 from stratagem_sharding.param_groups import reshard
+from stratagem_sharding.part_writes import PartWrites
 from stratagem_sharding.shards import clip_values, gathered, shard_like
 from stratagem_sharding.steps import ShardedSteps
 from stratagem_sharding.units import mark_unit, shard_units, units_of
@@ -98,6 +99,10 @@ class FSDPStrategy(FSDPOptions):
     def init_context(self) -> AbstractContextManager[Any]:
         """Let ``torch.distributed.fsdp.wrap.wrap`` name units by hand; they are sharded when the model is complete."""
         return enable_wrap(wrapper_cls=mark_unit)
+
+    def hook_context(self) -> AbstractContextManager[Any]:
+        """Let hooks write into parts of what is sharded."""
+        return PartWrites(lambda: self._steps.order)
 
     @hookimpl
     def units(self, module: nn.Module) -> list[nn.Module]:
@@ -208,13 +213,7 @@ class FSDPStrategy(FSDPOptions):
     def on_validation_end(self, run: RunContext) -> None:
         reshard(run.model)
 
-    @hookimpl
-    def on_test_end(self, run: RunContext) -> None:
-        reshard(run.model)
-
-    @hookimpl
-    def on_predict_end(self, run: RunContext) -> None:
-        reshard(run.model)
+    on_test_end = on_predict_end = on_validation_end
 
     # --- State ---------------------------------------------------------------------------------------------------
 

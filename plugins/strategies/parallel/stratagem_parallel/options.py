@@ -34,8 +34,6 @@ from stratagem_process_group import ProcessGroupStrategy, group_options_after
 from stratagem_transforms.wrap_policy import check_policy
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from attrs import Attribute
 
     from stratagem.api import Mesh, World
@@ -210,12 +208,6 @@ class ParallelOptions(ProcessGroupStrategy):
                 "compile; use replicate, shard or pipeline with it"
             )
         return ""
-
-    def hook_context(self) -> AbstractContextManager[Any]:
-        """Let hooks write into parts of what is sharded."""
-        from stratagem_sharding.part_writes import PartWrites
-
-        return PartWrites()
 
     def how_to_provide(self, word: str) -> str:
         if word == GRADIENT_BUCKETS:

@@ -32,6 +32,7 @@ from stratagem_process_group import group_options_after
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.param_groups import reshard
+from stratagem_sharding.part_writes import PartWrites
 from stratagem_sharding.shards import clip_values, local
 from stratagem_sharding.units import units_of
 from stratagem_transforms.compilation import repeated
@@ -243,6 +244,10 @@ class ParallelStrategy(ParallelOptions):
             self._same_batches.check(batch, run)
         return batch if self._context is None else self._context.cut(batch, run)
 
+    def hook_context(self) -> AbstractContextManager[Any]:
+        """Let hooks write into parts of what is sharded."""
+        return PartWrites(lambda: None if self._sharding is None else self._sharding.order)
+
     @hookimpl
     def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
         steps: list[AbstractContextManager[Any] | None] = [
@@ -327,13 +332,7 @@ class ParallelStrategy(ParallelOptions):
     def on_validation_end(self, run: RunContext) -> None:
         reshard(run.model)
 
-    @hookimpl
-    def on_test_end(self, run: RunContext) -> None:
-        reshard(run.model)
-
-    @hookimpl
-    def on_predict_end(self, run: RunContext) -> None:
-        reshard(run.model)
+    on_test_end = on_predict_end = on_validation_end
 
     def _complete_gradients(self) -> None:
         """Wait for the averages, and complete the gradients of parameters that are cut. Collective."""

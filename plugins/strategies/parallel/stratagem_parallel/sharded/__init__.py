@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stratagem.api import Collectives, RunContext
+    from stratagem_sharding.unit_order import UnitOrder
 
 POLICY = "strategy.parallel.auto_wrap_policy"
 
@@ -71,6 +72,11 @@ class Sharding:
         """Compare what the units of `root`, which was sharded, send on `peers`. Collective."""
         reshard(root)  # optimizers are made of shards
         self._steps.add(root, run, peers)
+
+    @property
+    def order(self) -> UnitOrder | None:
+        """What compares the ranks, once a model is watched."""
+        return self._steps.order
 
     def step(self, root: nn.Module, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[None]:
         """Return the context of a step; `sync` is whether its backward reduces gradients."""
