@@ -139,7 +139,7 @@ def test_reads_that_differ_from_step_to_step_and_two_trainers():
         assert last == after
 
 
-@pytest.mark.every_push("fsdp", "tensor")
+@pytest.mark.every_push("WithLars-fsdp", "ClipsByHand-tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", {"name": "parallel", "tensor": 2}], ids=["fsdp", "tensor"])
 @pytest.mark.parametrize("make", [WithLars, ClipsByHand])

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stratagem.api import RunContext
-    from stratagem_sharding.unit_order import UnitOrder
 
 
-#: Those of steps and hooks that run now, the innermost last.
-orders: list[UnitOrder] = []
+#: The `UnitOrder` of each step and hook that runs now, the innermost last.
+orders: list[Any] = []
 
 
 def read(tensor: DTensor) -> torch.Tensor:
