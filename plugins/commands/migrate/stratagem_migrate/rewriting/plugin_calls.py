@@ -10,7 +10,7 @@ from stratagem_migrate.names import DROP_IN, NAMES, OPTIONS, POSITIONS
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits
 from stratagem_migrate.rewriting.references import Namespace, Target
-from stratagem_migrate.source import UNKNOWN, Source, constant
+from stratagem_migrate.source import UNKNOWN, constant
 
 #: Values with which an option that no plugin has does nothing.
 _OFF: Final = (None, False, "", 0)
@@ -107,11 +107,3 @@ _DEFAULTS_OFF: Final[dict[str, frozenset[str]]] = {
     "RichModelSummary": frozenset(),
     "TQDMProgressBar": frozenset(),
 }  # fmt: skip
-
-
-def is_plugin_call(source: Source, node: ast.AST) -> bool:
-    """Whether `node` builds a plugin."""
-    if not isinstance(node, ast.Call) or (name := source.known(node.func)) is None:
-        return False
-    counterpart = NAMES.get(name.rpartition(".")[2])
-    return counterpart is not None and counterpart.plugin is not None

@@ -40,8 +40,6 @@ _PLACE_OF_DIM = {"roll": 2, "topk": 2, "norm": 2, "diff": 2, "normalize": 2}
 _DEFAULT_DIM = {"normalize": 1, "diff": -1, "sort": -1, "argsort": -1, "topk": -1}
 #: Those by which a loss becomes a number; the loss of each position may have the dimensions of the batch alone.
 _ADDS = {"sum", "mean", "nansum", "nanmean"}
-#: Files that may number positions of a part: their masks are refused where they reach attention.
-_MASKS = ("masking_utils.py",)
 
 
 class PositionChecks(TorchFunctionMode):
