@@ -104,6 +104,22 @@ def test_offloaded_parameters_are_clipped_and_saved(name, tmp_path):
     assert differing(weights, resumed) == []
 
 
+def test_offloaded_gradients_are_divided_by_the_scale_of_their_own_step():
+    """The scale is computed behind what is queued on the GPU; the CPU must wait for it."""
+
+    class Queues(sg.Callback):
+        @sg.hookimpl
+        def on_after_backward(self):
+            delay(0.02)
+
+    batches = joined_batches(8, 16)
+    scaled = {"name": "16-mixed", "init_scale": 2.0, "growth_interval": 1}  # another scale in each step
+    weights, trainer = fit(Net(), batches, strategy="fsdp_cpu_offload", precision=scaled, callbacks=[Queues()])
+
+    assert trainer.position.skipped_steps == 0
+    assert relative_difference(weights, train_plainly(batches)[0]) < tolerance_of(trainer.run.policy)
+
+
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 def test_a_compiled_module_trains_the_same(strategy):
     batches, model = joined_batches(6, 16), Net()

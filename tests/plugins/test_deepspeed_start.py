@@ -492,6 +492,25 @@ def test_a_build_that_was_killed_is_begun_again(tmp_path, capfd):
     assert capfd.readouterr().err.count("that was killed") == 1
 
 
+def test_architectures_with_letters_are_built_for(monkeypatch, tmp_path):
+    """deepspeed reads them as numbers: "invalid literal for int() with base 10: '0a'"."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    class Tiny(CUDAOpBuilder):
+        def absolute_name(self):
+            return "tiny"
+
+        sources = absolute_name
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6 9.0a;12.0f+PTX")
+    builder = Tiny("tiny")
+    builder.jit_mode = True
+    monkeypatch.setattr(builds, "_original_jit_load", lambda builder, verbose: builder.compute_capability_args())
+
+    builds._compiled(builder, builds._Library("tiny", tmp_path), verbose=False)
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.6 9.0a;12.0f+PTX"
+
+
 def test_one_process_at_a_time_builds(tmp_path):
     library = builds._Library("tiny", tmp_path)
 

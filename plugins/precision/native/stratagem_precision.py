@@ -330,20 +330,25 @@ class ScaledPrecision(_Autocast):
 
 
 class _Scaler(GradScaler):
-    """Unscales DTensors and plain tensors of one optimizer separately: no operation accepts both."""
+    """Unscales gradients of each class and device separately.
+
+    No operation accepts DTensors and plain tensors. Gradients on the CPU need the scale there before they are read:
+    torch's scaler starts that copy and does not wait for the GPU.
+    """
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        kinds = sorted({type(gradient) for gradient in _gradients(optimizer)}, key=str)
+        parts: dict[tuple[type, torch.device], list[torch.Tensor]] = {}
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is not None:
+                parts.setdefault((type(parameter.grad), parameter.grad.device), []).append(parameter)
         found: dict[torch.device, torch.Tensor] = {}
-        for kind in kinds:
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            some = [each for each in parameters if type(each.grad) is kind]
-            part: Any = SimpleNamespace(param_groups=[{"params": some}])
-            those = super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16)
-            for device, flag in those.items():
-                found[device] = torch.maximum(found[device], flag) if device in found else flag
+        for (_, device), parameters in parts.items():
+            part: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+            flag = found_inf.to(device, copy=True)
+            (flag,) = super()._unscale_grads_(part, inv_scale.to(device), flag, allow_fp16).values()
+            found[device] = torch.maximum(found[device], flag) if device in found else flag
         return found
 
 
@@ -351,7 +356,7 @@ def _any(found: dict[torch.device, torch.Tensor]) -> bool:
     """Return whether a flag in `found` is set, with one synchronization."""
     flags = list(found.values())
     if len(flags) > 1:
-        flags = [torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()]
+        flags = [torch.stack([flag.to(flags[0].device) for flag in flags]).amax()]
     return bool(flags[0]) if flags else False
 
 

@@ -17,6 +17,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -119,11 +120,18 @@ def _built(builder: Any, library: _Library, verbose: bool) -> ModuleType:
 def _compiled(builder: Any, library: _Library, verbose: bool) -> ModuleType:
     assert _original_jit_load is not None, "set by take_over"
     try:
-        with _variables(TORCH_EXTENSIONS_DIR=str(library.folder.parent), PATH=_path()), warnings.catch_warnings():
+        own = {"TORCH_EXTENSIONS_DIR": str(library.folder.parent), "PATH": _path(), **_architectures()}
+        with _variables(**own), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _original_jit_load(builder, verbose)
     except Exception as error:
         raise unusable(builder.name, error) from error
+
+
+def _architectures() -> dict[str, str]:
+    """Return TORCH_CUDA_ARCH_LIST without the letters of features (9.0a, 12.0f), which deepspeed takes for numbers."""
+    name = "TORCH_CUDA_ARCH_LIST"
+    return {name: re.sub(r"(\d)[af]\b", r"\1", os.environ[name])} if name in os.environ else {}
 
 
 def unusable(name: str, error: Exception) -> ConfigError:
