@@ -121,6 +121,7 @@ class _ProcessBody:
 
         run = self.run
         run.is_worker = self.is_worker
+        shorten_finalization()
         report_to_launcher()
         run.connect()
         if self.random_state is not None:
