@@ -70,6 +70,7 @@ def test_a_slip_of_the_hand_does_not_fill_the_memory():
     [
         ("auto", 16, 8, tuple(range(8))), ("auto", 1, 8, (0,) * 8), (8, 1, 8, (0,) * 8), ("8", 1, 8, (0,) * 8),
         (-1, 1, 8, (0,) * 8), (-1, 4, 4, (0, 1, 2, 3)), ([2, 3], 4, 2, (2, 3)), ("auto", 1, 1, (0,)),
+        (2, 1, None, (0, 0)), ("2", 2, None, (0, 1)), ("auto", 2, None, (0, 1)), (-1, 1, None, (0,)),
     ],
 )  # fmt: skip
 def test_devices_of_processes_that_exist(value, visible, running, expected):

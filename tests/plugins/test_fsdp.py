@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import types
@@ -20,6 +21,7 @@ from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
 from stratagem_sharding import comm_hooks
+from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.shards import shard_like
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -551,3 +553,12 @@ def test_the_memory_that_a_comm_hook_reduces_is_kept_for_the_stream_it_runs_on(m
 def test_a_tensor_on_the_cpu_needs_no_stream(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_stream", None)
     comm_hooks.keep_for_this_stream(torch.ones(3))
+
+
+@pytest.mark.parametrize(("backends", "refused"), [("gloo", True), ("cpu:gloo,cuda:nccl", False)])
+def test_gloo_does_not_gather_shards_on_a_gpu(monkeypatch, backends, refused):
+    """Its gathers of DTensors end the process with a segmentation fault."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    with pytest.raises(ConfigError, match="backend there is gloo") if refused else contextlib.nullcontext():
+        check_backend(torch.device("cuda", 0))
+    check_backend(torch.device("cpu"))

@@ -56,23 +56,26 @@ def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
     raise ConfigError(f"devices is {shown(value)}", expected=_GRAMMAR)
 
 
-def devices_of_processes(value: Any, accelerator: Accelerator, running: int, origin: str) -> tuple[int, ...]:
+def devices_of_processes(value: Any, accelerator: Accelerator, running: int | None, origin: str) -> tuple[int, ...]:
     """Return the device numbers of the `running` processes of this node, which exist already: one for each process.
 
     If each process sees only one device (a scheduler set CUDA_VISIBLE_DEVICES), it has number 0 in all of them.
 
     Args:
         value: the argument `devices`; "auto" means one for each process.
+        running: None if the environment does not know: a number in `value` is then the number of processes.
         origin: the environment that found the processes, for messages.
 
     Raises:
         ConfigError: as `parse_devices`; or there are more processes than devices.
     """
     wanted = _parse_text(value) if isinstance(value, str) else value
+    if running is None and _is_integer(wanted) and wanted > 0:
+        running = wanted
     is_count = wanted == "auto" or (_is_integer(wanted) and wanted in (-1, running))
-    if accelerator.indexed and is_count and accelerator.count() == 1:
+    if accelerator.indexed and is_count and running and accelerator.count() == 1:
         return (0,) * running
-    if wanted != "auto":
+    if wanted != "auto" or not running:
         return parse_devices(wanted, accelerator)
     if accelerator.indexed and running > (available := accelerator.count()):
         raise ConfigError(

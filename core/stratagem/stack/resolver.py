@@ -442,7 +442,7 @@ def _devices(settings: Any, accelerator: Choice, environment: Choice, *, one_eac
         raise ConfigError(f"{accelerator} finds no device on this machine", expected="one", do='use accelerator="auto"')
     wanted = "auto" if settings.devices is None else settings.devices
     count = environment.plugin.local_processes() if one_each else None
-    if count and environment.plugin.processes_exist():
+    if one_each and environment.plugin.processes_exist():
         return devices_of_processes(wanted, accelerator.plugin, count, str(environment))
     if count and wanted == "auto":
         wanted = count

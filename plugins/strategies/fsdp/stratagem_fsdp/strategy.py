@@ -21,7 +21,7 @@ from stratagem_process_group import group_options_after
 from stratagem_sharding.comm_hooks import send_through_hooks
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
-from stratagem_sharding.mesh import device_mesh
+from stratagem_sharding.mesh import check_backend, device_mesh
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.part_writes import PartWrites
 from stratagem_sharding.shards import clip_values, gathered, shard_like
@@ -67,6 +67,8 @@ class FSDPStrategy(FSDPOptions):
                 expected="one that also sends the CPU's tensors",
                 do=f'call init_process_group("cpu:gloo,{run.device.type}:{backend}"), or leave that to the trainer',
             )
+        if not self.cpu_offload:
+            check_backend(run.device)
         self._steps.close()
         self._device_mesh = self._make_mesh(run, collectives)
         return collectives

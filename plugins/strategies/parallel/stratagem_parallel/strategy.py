@@ -31,6 +31,7 @@ from stratagem_parallel.tensor import cut_layers, described, named_use, reconnec
 from stratagem_process_group import group_options_after
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
+from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.part_writes import PartWrites
 from stratagem_sharding.shards import clip_values, local
@@ -79,6 +80,8 @@ class ParallelStrategy(ParallelOptions):
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
         self._groups = Groups(self.mesh(run.peers_world), run.peers)
+        if any(self._mesh.size(axis) > 1 for axis in ("shard", "tensor", "expert")):
+            check_backend(run.device)
         self._device_mesh = self._groups.device_mesh(run.device.type)
         for kind in _KINDS:  # which of them a rank's parameters have differs between stages
             self._averaged_over(kind)
