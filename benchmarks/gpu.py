@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [--json gpu-bench.json] [--rounds 5] [--only NAME ...] [--device cpu --small]
 
 Wall time of synchronized steps after a warm-up; the trainer and the raw loop alternate within each round, and the
-ratio is that of the two medians. The raw loop does not shard or offload. MFU is the share of the GPU's dense peak for
-the dtype of the matrix products, if that peak is known.
+ratio is that of the two medians. Beside `fsdp` the raw loop calls torch's fully_shard with the same settings. MFU is
+the share of the GPU's dense peak for the dtype of the matrix products, if that peak is known.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import evolve, field, frozen
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
@@ -121,6 +124,8 @@ class Case:
     arguments: dict[str, Any] = field(factory=dict)
     #: The dtype of autocast in the raw loop.
     dtype: torch.dtype | None = None
+    #: Arguments of fully_shard in the raw loop, without the mesh; None: it does not shard.
+    sharded: dict[str, Any] | None = None
     tf32: bool = False
     compiled: bool = False
     pinned: bool = True
@@ -152,7 +157,20 @@ def synchronize(device: torch.device) -> None:
 
 def raw(case: Case, model: Any, batches: list[Tensor], device: torch.device) -> float:
     """Return the seconds of a step in plain PyTorch."""
-    model.to(device)
+    if case.sharded is None:
+        return raw_steps(case, model.to(device), batches, device)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device.type, (1,))
+        for unit in (*model.net.blocks, model.net):
+            fully_shard(unit, mesh=mesh, **case.sharded)
+        offloads = isinstance(case.sharded["offload_policy"], CPUOffloadPolicy)
+        return raw_steps(case, model if offloads else model.to(device), batches, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def raw_steps(case: Case, model: Any, batches: list[Tensor], device: torch.device) -> float:
     optimizer = model.configure_optimizers()
     step = torch.compile(model.training_step) if case.compiled else model.training_step
     started = 0.0
@@ -191,14 +209,13 @@ def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
         batches = [batch.pin_memory() for batch in batches]
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if case.tf32 else "highest")
-    shards = "fsdp" in str(case.arguments.get("strategy"))
     kept = {raw: case.model(), ours: case.model()}
     seconds: dict[Any, list[float]] = {raw: [], ours: []}
     try:
         for number in range(rounds + 1):
             for loop in (raw, ours) if number % 2 else (ours, raw):
                 # A compiled model is compiled once; a sharded one is not sharded again.
-                model = case.model() if shards and loop is ours else kept[loop]
+                model = kept[loop] if case.sharded is None else case.model()
                 taken = loop(case, model, batches, device)
                 if number:  # the first round is a warm-up
                     seconds[loop].append(taken)
@@ -259,15 +276,20 @@ def cases(small: bool) -> Iterator[Case]:
         tokens=batch_size * sizes["context"], flops_per_token=6 * (multiplied + attention),
     )  # fmt: skip
     bf16 = evolve(gpt, name="GPT bf16-mixed", arguments={"precision": "bf16-mixed"}, dtype=torch.bfloat16)
-    sharded = {"name": "fsdp", "auto_wrap_policy": {Block}}
+    fsdp = {"name": "fsdp", "auto_wrap_policy": {Block}}
+    plain = {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+        "offload_policy": OffloadPolicy(),
+    }
     yield gpt
     yield evolve(gpt, name="GPT tf32", tf32=True)
     yield bf16
     yield evolve(bf16, name="GPT bf16-mixed, ddp", arguments=bf16.arguments | {"strategy": "ddp"})
     yield evolve(bf16, name="GPT bf16-mixed, compile", compiled=True)
-    yield evolve(bf16, name="GPT bf16-mixed, fsdp", arguments=bf16.arguments | {"strategy": sharded})
-    offload = bf16.arguments | {"strategy": sharded | {"cpu_offload": True}}
-    yield evolve(bf16, name="GPT bf16-mixed, fsdp cpu_offload", arguments=offload, steps=3)
+    yield evolve(bf16, name="GPT bf16-mixed, fsdp", arguments=bf16.arguments | {"strategy": fsdp}, sharded=plain)
+    offload = bf16.arguments | {"strategy": fsdp | {"cpu_offload": True}}
+    on_cpu = plain | {"offload_policy": CPUOffloadPolicy(pin_memory=not small)}
+    yield evolve(bf16, name="GPT bf16-mixed, fsdp cpu_offload", arguments=offload, sharded=on_cpu, steps=3)
 
 
 def main() -> None:

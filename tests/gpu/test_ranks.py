@@ -135,6 +135,10 @@ def _check(results):
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_two_ranks_train_as_one_process_and_resume_bit_for_bit(strategy, talk, tmp_path):
+    if talk and strategy in ("fsdp", "fsdp SHARD_GRAD_OP"):  # not a segmentation fault
+        with pytest.raises(AssertionError, match="backend there is gloo, which cannot gather"):
+            run_ranks(_train, 2, STRATEGIES[strategy] | talk, str(tmp_path))
+        return
     _check(run_ranks(_train, 2, STRATEGIES[strategy] | talk, str(tmp_path)))
 
 
@@ -159,9 +163,9 @@ def test_processes_that_the_trainer_launches(tmp_path):
 @pytest.mark.parametrize("strategy", ["dp", "ddp2"])
 def test_one_process_with_two_gpus(strategy):
     batches = joined_batches(10, 16)
-    weights, _ = fit(Net(), batches, strategy=strategy, devices=2)
+    weights, _ = fit(Buffered(), batches, strategy=strategy, devices=2)
 
-    assert relative_difference(weights, train_plainly(batches)[0]) < OTHER_ORDER
+    assert relative_difference(weights, train_module_plainly(Buffered(), batches)[0]) < OTHER_ORDER
 
 
 @pytest.mark.gpu
@@ -170,11 +174,11 @@ def test_copies_of_the_model_in_one_process(precision):
     batches = [*joined_batches(4, 16), *joined_batches(1, 7)]  # the last one is cut into unequal parts
     trainer = sg.Trainer(max_epochs=1, strategy="dp", precision=precision, **QUIET)
     trainer.run.connect()
-    trainer.run.devices *= 2  # the same GPU twice stands for two
-    trainer.fit(Buffered(), batches)
+    trainer.run.devices *= 2  # the same GPU twice stands for two; both copies then share the memory of buffers
+    trainer.fit(Net(), batches)
     limit = OTHER_ORDER if precision == "32-true" else tolerance_of(trainer.run.policy)
 
-    assert relative_difference(weights_of(trainer), train_module_plainly(Buffered(), batches)[0]) < limit
+    assert relative_difference(weights_of(trainer), train_plainly(batches)[0]) < limit
 
 
 # --- Comm hooks --------------------------------------------------------------------------------------------------
