@@ -29,8 +29,11 @@ CPU_PART = (
     "tests/core", "tests/parity/test_ddp.py", "tests/parity/test_resume.py", "tests/plugins/test_accelerators.py",
     "tests/plugins/test_checkpoint_full.py",
 )  # fmt: skip
-#: Left out there: they look at the repository's sources, or count memory that a torch with CUDA takes for itself.
+#: Left out there: they look at the repository's sources, need packages that a bundle has not, or count memory that a torch
+#: with CUDA takes for itself.
 NOT_IN_A_BUNDLE = (
+    "tests/core/test_completion.py",
+    "tests/core/test_constructors.py",
     "tests/core/test_scaffold.py",
     "tests/core/test_advice.py::test_commands_that_messages_name_exist",
     "tests/core/test_advice.py::test_plugins_that_messages_tell_to_choose_exist",
@@ -201,7 +204,7 @@ def test(
         tests += results
     if not arguments.gpu_only:
         workers = arguments.workers or min(8, cores)
-        left_out = [f"--deselect={name}" for name in NOT_IN_A_BUNDLE]
+        left_out = [f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in NOT_IN_A_BUNDLE]
         options = [*CPU_PART, *left_out, "-m", SELECTION, f"-n{workers}", "--dist=loadgroup", *more]
         hidden = environment | {"CUDA_VISIBLE_DEVICES": ""}
         results, parts["cpu"] = pytest("cpu", options, hidden, end - time.monotonic())
