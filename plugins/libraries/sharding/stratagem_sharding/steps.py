@@ -62,7 +62,7 @@ class ShardedSteps:
         return units
 
     def step(
-        self, root: nn.Module, stage: str, sync: bool, run: RunContext, dtype: torch.dtype | None
+        self, root: nn.Module, stage: str, sync: bool, run: RunContext, dtype: torch.dtype | None = None
     ) -> AbstractContextManager[None]:
         """Return the context of a step of `root`, in which operations compute in `dtype` if it is given.
 

@@ -88,16 +88,3 @@ def _earliest(action: Action, stages: int, ends: dict[Action, int]) -> int | Non
         return 0
     found = [ends[each] for k, s in needed if (each := Action(k, s, microbatch)) in ends]
     return min(found, default=None)
-
-
-def theoretical_idle_share(schedule: str, ranks: int, microbatches: int, stages: int | None = None) -> float:
-    """Return the idle share that the literature gives for `schedule`, in slots as those of `timeline`.
-
-    GPipe and 1F1B: (p - 1) / (m + p - 1) for p ranks and m micro-batches. With v stages on a rank, each takes the v-th
-    part: (p - 1) / (v m + p - 1). Zero-bubble schedules fill the waits of backward with gradients of weights, and wait
-    only while the pipeline fills: (p - 1) / (3 v m + p - 1), three slots for each micro-batch and stage.
-    """
-    row = schedule_named(schedule)
-    per_rank = (stages // ranks) if stages is not None else stages_per_rank(row)
-    slots = (3 if row.splits_backward else 1) * per_rank * microbatches
-    return (ranks - 1) / (slots + ranks - 1)

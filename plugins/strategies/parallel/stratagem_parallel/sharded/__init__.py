@@ -12,25 +12,22 @@ from stratagem_sharding.units import shard_units, shared_parameters, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
-    import torch
     from torch import nn
 
     from stratagem.api import Collectives, RunContext
-    from stratagem_sharding.unit_order import UnitOrder
 
 POLICY = "strategy.parallel.auto_wrap_policy"
 
 
-class Sharding:
+class Sharding(ShardedSteps):
     """Shards modules over one dimension of a device mesh, and runs their steps.
 
     Gradients are averaged over the ranks of that dimension only; see `gradients`.
     """
 
     def __init__(self, mesh: Any, policy: Any, *, reshard_after_forward: bool) -> None:
-        self._steps = ShardedSteps(POLICY)
+        super().__init__(POLICY)
         self._policy = policy
         self._options = {
             "mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": MixedPrecisionPolicy(),
@@ -71,31 +68,4 @@ class Sharding:
     def watch(self, root: nn.Module, peers: Collectives, run: RunContext) -> None:
         """Compare what the units of `root`, which was sharded, send on `peers`. Collective."""
         reshard(root)  # optimizers are made of shards
-        self._steps.add(root, run, peers)
-
-    @property
-    def order(self) -> UnitOrder | None:
-        """What compares the ranks, once a model is watched."""
-        return self._steps.order
-
-    def step(self, root: nn.Module, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[None]:
-        """Return the context of a step; `sync` is whether its backward reduces gradients."""
-        return self._steps.step(root, stage, sync, run, None)
-
-    def backward(self, loss: torch.Tensor, root: nn.Module, run: RunContext) -> AbstractContextManager[None]:
-        return self._steps.backward(loss, root, run)
-
-    def several_backwards(self) -> AbstractContextManager[None]:
-        """Return a context for the backwards of micro-batches; `reduce` follows the last of a step."""
-        return self._steps.several_backwards()
-
-    def reduce(self, root: nn.Module) -> None:
-        """Reduce the gradients of all backwards since the last call. Collective."""
-        self._steps.reduce(root)
-
-    def optimizer_step(self, root: nn.Module, run: RunContext) -> AbstractContextManager[None]:
-        return self._steps.optimizer_step(root, run)
-
-    def close(self) -> None:
-        """Forget the models."""
-        self._steps.close()
+        self.add(root, run, peers)
