@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ class Events:
     def __init__(self, state: FitState) -> None:
         self.trainer, self.run, self.module = state.trainer, state.run, state.module
         self._known: dict[str, Callable[..., None] | None] = {}
+        #: Returns a function that calls a method within what the strategy has hooks run in, the same in each call.
+        self.within = functools.cache(self._within)
 
     def listener(self, name: str) -> Callable[..., None] | None:
         """Return a function that calls all implementations of event `name`; None if there are none."""
@@ -43,8 +46,7 @@ class Events:
         if hook is not None:
             self.within(hook)(trainer=self.trainer, module=self.module, run=self.run)
 
-    def within(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `method` within what the strategy has hooks run in."""
+    def _within(self, method: Callable[..., Any]) -> Callable[..., Any]:
         context = self.run.stack.strategy.hook_context()
         if context is None:
             return method

@@ -117,7 +117,7 @@ class PartWrites(TorchFunctionMode):
         return result
 
     def _change_whole(self, func: Any, tensor: DTensor, args: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
-        """Change `tensor` by one without shards, as in ``tensor.copy_(value)``, which torch refuses, or by chance."""
+        """Change `tensor` by a whole one (``tensor.copy_(value)``), which torch refuses, or by random numbers."""
         options = {name: _whole(value) for name, value in options.items() if value is not tensor}
         changed = func(_whole(tensor.detach()).clone(), *_whole(args), **options)
         self._write(tensor, ..., changed)

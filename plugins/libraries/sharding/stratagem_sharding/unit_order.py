@@ -192,14 +192,14 @@ class UnitOrder:
     def _read(self, key: str, deadline: float) -> Any:
         """Return what is put under `key` until the `deadline`, or until a rank has ended; None if nothing is."""
         pause_s = 0.0005
-        has_ended = self._store.get(f"{self._key}/ended")
-        while (text := self._store.get(key)) is None:
+        while True:
+            has_ended = self._store.get(f"{self._key}/ended")  # asked first: a rank writes its event before it ends
+            if (text := self._store.get(key)) is not None:
+                return json.loads(text)
             if has_ended or time.monotonic() > deadline or self._closing.is_set():
                 return None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
-            has_ended = self._store.get(f"{self._key}/ended")
-        return json.loads(text)
 
     @property
     def _where(self) -> tuple[int, int, int]:
