@@ -99,6 +99,7 @@ def _write(rank, world_size, strategy, batches, folder, checkpoints):
         trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint=checkpoint, **QUIET)
         trainer.fit(Adam(), share(trainer, batches))
         trainer.save_checkpoint(folder / f"{checkpoint}.ckpt")
+        trainer.close()
 
 
 class FirstLoss(sg.Callback):
@@ -127,6 +128,7 @@ def _read(rank, world_size, strategy, batches, paths, expected, expected_loss):
                 differences.append(f"the next loss is {look.loss} and not {expected_loss}")
         wrong += [f"{file.parent.name} {file.name}: {each}" for each in differences]
         compared += 1
+        trainer.close()  # a hundred of them would have a thousand threads on each rank
     return wrong, compared
 
 
