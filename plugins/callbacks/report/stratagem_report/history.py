@@ -45,6 +45,10 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
+    @property
+    def values_seen(self) -> int:
+        return sum(self.counts) + self.not_finite
+
     def add(self, step: int, value: float) -> None:
         """Add `value` at `step`, which must not be before the last one."""
         self.last = value
