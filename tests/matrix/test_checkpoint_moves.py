@@ -213,9 +213,9 @@ def readers(circles):
     return {reader: list(dict.fromkeys(w for w, r in moves if r == reader)) for _, reader in moves}
 
 
-def _in_four_groups(layouts):
-    """Return parameters of a test: each group is in another shard, and writes what it reads once."""
-    return [pytest.param(layout, marks=pytest.mark.xdist_group(f"moves {i % 4}")) for i, layout in enumerate(layouts)]
+def _in_eight_groups(layouts):
+    """Return parameters of a test: each of four shards has two groups, and a group writes what it reads once."""
+    return [pytest.param(layout, marks=pytest.mark.xdist_group(f"moves {i % 8}")) for i, layout in enumerate(layouts)]
 
 
 READERS, READERS_OF_PARTS = readers(CIRCLES[:2]), readers(CIRCLES[2:])
@@ -236,6 +236,6 @@ def test_it_moves_bit_for_bit_where_models_are_cut(layout, written):
 
 
 @pytest.mark.sweep(guard="tests/matrix/test_checkpoint_moves.py::test_it_moves_bit_for_bit")
-@pytest.mark.parametrize("layout", _in_four_groups(LAYOUTS), ids=lambda layout: f"{layout[0]}-{layout[1]}")
+@pytest.mark.parametrize("layout", _in_eight_groups(LAYOUTS), ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_every_layout_reads_every_other(layout, written):
     read_all(layout, LAYOUTS, written)
