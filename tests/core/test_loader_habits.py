@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigError
+from stratagem_testing import run_in_processes
 
 QUIET = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False,
@@ -206,6 +208,30 @@ class FromWorkers(Data):
 
     def val_dataloader(self):
         return self.train_dataloader()
+
+
+class Collecting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.ones(2)
+
+
+def _load_after_a_run(rank, world_size):
+    gc.disable()
+    trainer = sg.Trainer(**QUIET, strategy="fsdp", devices=2, max_epochs=1)
+    trainer.fit(Net(), [torch.ones(1, 2)])
+    trainer.close()
+    del trainer
+    return len(list(torch.utils.data.DataLoader(Collecting(), num_workers=1)))
+
+
+@pytest.mark.slow
+def test_workers_do_not_free_the_process_group_of_an_earlier_run():
+    """The destructor of a group would wait in the worker, for threads of the rank: forever, or until it crashes."""
+    assert run_in_processes(_load_after_a_run, 2, limit_s=120) == [4, 4]
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ import atexit
 import contextlib
 import copy
 import functools
+import gc
+import os
 import sys
 import time
 import weakref
@@ -426,6 +428,11 @@ class TorchCollectives(Collectives):
 #: The default group, and the group over which the runs of this process compare calls. Weak references: a forked process
 #: would free the groups and hang, because their threads do not exist there.
 _comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+
+if hasattr(os, "register_at_fork"):
+    # For the same reason a forked process, such as a worker of a loader, must not collect what it copies: a reference
+    # cycle may hold the groups of an earlier run.
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _facts(tensor: torch.Tensor, place: torch.device) -> tuple[Any, ...]:
