@@ -209,6 +209,53 @@ def test_a_norm_may_be_asked_for(stage):
         assert said == "nothing"
 
 
+def shapes(parameters):
+    return [(p.numel(), list(p.shape), p.dim(), p.size(0), len(p), p.dtype, p.requires_grad) for p in parameters]
+
+
+COMPUTATIONS = (
+    lambda parameters: parameters[0].norm(),
+    lambda parameters: parameters[0].data.norm(),
+    lambda parameters: parameters[0].detach().abs().max(),
+    lambda parameters: torch.norm(input=parameters[0]),
+    lambda parameters: torch.ones(8, 16).lerp_(parameters[0], 0.1),
+    torch.nn.utils.parameters_to_vector,
+    torch._foreach_norm,
+)
+
+
+class Asks(sg.Callback):
+    """Asks parameters for their shapes, computes with them, and computes with them gathered."""
+
+    @sg.hookimpl
+    def on_train_batch_end(self, module):
+        import deepspeed
+
+        parameters = list(module.parameters())
+        self.refused = [outcome(lambda: compute(parameters)) for compute in COMPUTATIONS]  # noqa: B023 - called here
+        self.shapes = shapes(parameters)
+        module.state_dict()
+        with deepspeed.zero.GatheredParameters(parameters):
+            self.norms = [float(parameter.norm()) for parameter in parameters]
+
+
+def _asked(rank, world_size):
+    asks = Asks()
+    train(world_size, gathering, asks)
+    return asks.refused, asks.shapes, asks.norms
+
+
+@pytest.mark.slow
+def test_a_hook_reads_the_shape_of_a_partitioned_parameter_and_not_its_values():
+    for refused, found, norms in run_in_processes(_asked, 2):
+        assert len(refused) == len(COMPUTATIONS)
+        for said in refused:
+            assert said.startswith("refused: a hook computes with a parameter of shape [")
+            assert "deepspeed.zero.GatheredParameters" in said
+        assert found == shapes(Net().parameters())
+        assert min(norms) > 0
+
+
 def _own_loop(rank, world_size, stage):
     run = sg.Run(strategy=of_stage(stage), devices=world_size, accelerator="cpu")
     module = Net()

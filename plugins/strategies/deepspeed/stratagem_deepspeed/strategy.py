@@ -44,12 +44,14 @@ from stratagem_deepspeed.engine import EngineModule, stop_earlier
 from stratagem_deepspeed.engine_config import engine_config, micro_batch_size
 from stratagem_deepspeed.engine_optimizer import EngineOptimizer
 from stratagem_deepspeed.options import DeepSpeedOptions
+from stratagem_deepspeed.partitioned_reads import PartitionedReads
 from stratagem_deepspeed.partitions import Partitions, check_not_compiled, partition
 from stratagem_deepspeed.zero_section import device_of
 from stratagem_process_group import group_options_after
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+    from contextlib import AbstractContextManager
 
     from torch.utils.data import DataLoader
 
@@ -93,6 +95,10 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     def default_checkpoint(self) -> str | None:
         return self.state_dict_type
+
+    def hook_context(self) -> AbstractContextManager[Any] | None:
+        """Let hooks read the shapes of partitioned parameters, and refuse what needs values."""
+        return PartitionedReads() if self.zero_stage == 3 else None
 
     def makes_optimizer(self) -> bool:
         return self.configured_optimizer is not None
