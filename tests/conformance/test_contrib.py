@@ -33,11 +33,16 @@ def when_changed(name):
     return [] if name == ALWAYS else [pytest.mark.when_changed(f"contrib/{name}/")]
 
 
+def cases(package):
+    """Return a case of a package, or one for each file of its tests: those of a cluster take minutes."""
+    files = sorted(path.stem for path in package.glob("test_*.py"))
+    several = [(name, f"{package.name}-{name.removeprefix('test_')}") for name in files]
+    for only, name in several if len(files) > 1 else [("", package.name)]:
+        yield pytest.param(package, only, marks=when_changed(package.name), id=name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("package", "only"),
-    [SCENARIO, *(pytest.param(path, "", marks=when_changed(path.name), id=path.name) for path in PACKAGES)],
-)
+@pytest.mark.parametrize(("package", "only"), [SCENARIO, *(case for path in PACKAGES for case in cases(path))])
 def test_its_wheel_passes_its_tests(package, only, tmp_path):
     # What pip does with a package whose backend is flit and whose wheel has only Python: build it, and unpack it.
     build = f"from flit_core import buildapi; buildapi.build_wheel({str(tmp_path)!r})"
