@@ -10,6 +10,7 @@ import pytest
 import torch
 from parallel_models import GPT, VOCABULARY, Llama, texts
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -17,6 +18,7 @@ import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import described
 from stratagem_parallel.tensor.auto import derived
+from stratagem_parallel.tensor.loss import _check_in_range
 from stratagem_parallel.tensor.plan import plan_of
 from stratagem_parallel.tensor.slices import Slice
 from stratagem_testing import run_in_processes
@@ -476,3 +478,21 @@ def test_predictions_are_whole_and_checkpoints_load_into_one_process(tmp_path):
         alone = trainer.predict(single, texts(2, 4), ckpt_path=str(tmp_path / "whole.ckpt"))
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, after, strict=True))
         assert after[0].shape[-1] == VOCABULARY
+
+
+# --- Labels ------------------------------------------------------------------------------------------------------
+
+
+def test_a_label_out_of_range_fails_on_a_gpu_too_and_the_host_does_not_wait(monkeypatch):
+    """On tensors without values: asking for one is an error."""
+    asserted, check = [], torch._assert_async
+    monkeypatch.setattr(torch, "_assert_async", lambda *arguments: asserted.append(arguments) or check(*arguments))
+    with FakeTensorMode():
+        target = torch.empty(3, dtype=torch.long, device="cuda")
+        _check_in_range(target, target > 1)
+    with pytest.raises(IndexError, match="Target 9 is out of bounds"):
+        _check_in_range(torch.tensor([1, 9]), torch.tensor([False, True]))
+
+    ((holds, message),) = asserted
+    assert holds.device.type == "cuda"
+    assert "a target is out of bounds" in message

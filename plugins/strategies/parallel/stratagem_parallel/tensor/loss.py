@@ -46,6 +46,14 @@ class _NegativeLogLikelihood(torch.autograd.Function):
         return out.to(ctx.dtype), None, None, None
 
 
+def _check_in_range(target: Tensor, out_of_range: Tensor) -> None:
+    """Fail as ``F.cross_entropy`` does: on a GPU by an assertion there, for which the host does not wait."""
+    if target.device.type != "cpu":
+        torch._assert_async(out_of_range.logical_not().all(), "cross_entropy: a target is out of bounds")
+    elif bool(out_of_range.any()):
+        raise IndexError(f"Target {int(target[out_of_range][0])} is out of bounds.")
+
+
 def cross_entropy(
     logits: Tensor, target: Tensor, classes_dim: int, num_classes: int, line: Line, ignore_index: int, reduction: str
 ) -> Tensor:
@@ -59,9 +67,7 @@ def cross_entropy(
     flat = logits.movedim(classes_dim, -1).reshape(-1, own)
     wanted = target.reshape(-1)
     is_counted = wanted != ignore_index
-    out_of_range = is_counted & ((wanted < 0) | (wanted >= num_classes))
-    if wanted.device.type == "cpu" and bool(out_of_range.any()):
-        raise IndexError(f"Target {int(wanted[out_of_range][0])} is out of bounds.")
+    _check_in_range(wanted, is_counted & ((wanted < 0) | (wanted >= num_classes)))
     target_or_none = torch.where(is_counted, wanted, -1)
     each: Tensor = _NegativeLogLikelihood.apply(flat, target_or_none, offset, line)  # type: ignore[no-untyped-call]
     each = torch.where(is_counted, each, 0)
