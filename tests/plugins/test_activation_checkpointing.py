@@ -66,6 +66,37 @@ def test_activations_of_a_cpu_are_not_pinned_for_a_gpu_beside_it(monkeypatch):
     assert set(pinned) == {False}
 
 
+def moved_and_weights(**arguments):
+    """Return how many parts of memory are moved to the CPU, how many are of weights, and of both."""
+    moved, weights, memory, forward = set(), set(), activation_checkpointing._memory, Block.forward
+
+    class Counting(torch.autograd.graph.save_on_cpu):
+        def __init__(self, **options):
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: moved.add(memory(tensor)) or pack(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.graph, "save_on_cpu", Counting)
+        patch.setattr(
+            Block, "forward", lambda self, x: weights.update(map(memory, self.parameters())) or forward(self, x)
+        )
+        fitted({"policy": {Block}, "mode": "offload"}, joined_batches(1, 16), **arguments)
+    return len(moved), len(weights), len(moved & weights)
+
+
+def _moved_in_a_rank(rank, world_size):
+    return moved_and_weights(strategy={"name": "fsdp", "auto_wrap_policy": {Block}}, devices=world_size)
+
+
+@pytest.mark.slow
+def test_offload_leaves_weights_where_they_are():
+    for moved, weights, both in [moved_and_weights(), *run_in_processes(_moved_in_a_rank, 2)]:
+        assert moved > 0
+        assert weights > 0
+        assert both == 0
+
+
 def test_selective_keeps_what_every_fused_attention_returns():
     """A kernel that is left out is computed twice, on the GPUs that torch chooses it for."""
     from torch.utils.checkpoint import CheckpointPolicy

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OPTION: Final = "activation_checkpointing"
 #: ``full`` keeps a module's inputs and recomputes the rest; ``selective`` also keeps the results of matrix products,
-#: which cost most to recompute; ``offload`` recomputes nothing, and keeps everything in CPU memory.
+#: which cost most to recompute; ``offload`` recomputes nothing, and keeps activations in CPU memory.
 MODES: Final = ("full", "selective", "offload")
 
 #: The operations whose results ``selective`` keeps: matrix products and fused attention, if this torch has them.
@@ -49,7 +49,8 @@ class ActivationCheckpointing(Callback):
     #: Which modules: a set of classes or of their names, a torch policy or a callable. Also what the Trainer's argument
     #: takes. More of them save more memory and cost more time.
     policy: Any
-    #: `full` keeps a module's inputs, `selective` also results of matrix products, `offload` everything, in CPU memory.
+    #: `full` keeps a module's inputs, `selective` also results of matrix products, `offload` all activations, in CPU
+    #: memory.
     mode: str = "full"
 
     def __attrs_post_init__(self) -> None:
@@ -121,11 +122,22 @@ def _keeping_products() -> Any:
 
 
 def _keep_on_cpu(part: nn.Module) -> None:
-    """Make `part` keep in CPU memory what it saves for backward."""
+    """Make `part` keep in CPU memory what it saves for backward, but not its weights, which stay where they are."""
     entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(*_: Any) -> None:
-        context = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_initialized())
+        to_cpu = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_initialized())
+        weights: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if not weights:  # not before: only now FSDP has gathered them
+                weights.update(_memory(parameter) for parameter in part.parameters())
+            return tensor if _memory(tensor) in weights else to_cpu.pack_hook(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else to_cpu.unpack_hook(packed)
+
+        context = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         context.__enter__()
         entered.append(context)
 
@@ -135,3 +147,8 @@ def _keep_on_cpu(part: nn.Module) -> None:
 
     part.register_forward_pre_hook(enter, prepend=True)
     part.register_forward_hook(leave, always_call=True)
+
+
+def _memory(tensor: Any) -> int:
+    """Return what tensors have in common that share memory; that of a sharded one is its part's."""
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
