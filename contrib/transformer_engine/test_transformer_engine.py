@@ -153,6 +153,10 @@ class _DelayedScaling:
         self.margin, self.fp8_format, self.amax_history_len = margin, fp8_format, amax_history_len
 
 
+#: The recipes of contexts that are open.
+_open = []
+
+
 @pytest.fixture
 def entered(monkeypatch):
     """Register the stand-in; return the recipes of the contexts that were entered."""
@@ -161,7 +165,9 @@ def entered(monkeypatch):
     @contextlib.contextmanager
     def fp8_autocast(enabled, fp8_recipe):
         recipes.append(fp8_recipe)
+        _open.append(fp8_recipe)
         yield
+        _open.pop()
 
     layers = {"Linear": _Linear, "LayerNorm": _LayerNorm, "fp8_autocast": fp8_autocast}
     recipe = {"DelayedScaling": _DelayedScaling, "Format": types.SimpleNamespace(E4M3="e4m3", HYBRID="hybrid")}
@@ -184,7 +190,7 @@ def entered(monkeypatch):
 
 
 class _Run:
-    device = CPU
+    device, manual = CPU, False
 
     def __init__(self):
         self.printed = []
@@ -290,6 +296,20 @@ def test_steps_run_in_fp8_autocast_with_the_recipe(entered):
     assert inside == (torch.bfloat16, True, torch.bfloat16)
     assert (entered[0].fp8_format, entered[0].amax_history_len) == ("hybrid", 16)
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_backward_runs_outside_of_the_context_and_of_autocast(entered, manual):
+    run, precision = _Run(), TransformerEnginePrecision()
+    run.manual = manual
+    with precision.step_context(run):
+        assert len(_open) == 1
+        inside = precision.backward(run)
+        next(inside)
+        assert len(_open) == (1 if manual else 0)
+        assert not torch.is_autocast_enabled("cpu")
+        inside.close()
+    assert _open == []
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ class TransformerEnginePrecision(Precision):
         default=None, converter=_dtype_name
     )
 
+    #: Holds the engine's context until backward.
+    _fp8: Any = field(init=False, default=None)
+
     def __attrs_post_init__(self) -> None:
         for name in ("weights_dtype", "fallback_compute_dtype"):
             value = getattr(self, name)
@@ -134,8 +137,16 @@ class TransformerEnginePrecision(Precision):
     def _contexts(self, device: torch.device) -> Iterator[None]:
         fallback = _DTYPES[str(self.fallback_compute_dtype or self.weights_dtype)]
         fp8 = _engine().fp8_autocast(enabled=True, fp8_recipe=_read_recipe(self.recipe))
-        with _default_dtype(self._dtype), torch.autocast(device.type, fallback), fp8:
+        with _default_dtype(self._dtype), torch.autocast(device.type, fallback), contextlib.ExitStack() as self._fp8:
+            self._fp8.enter_context(fp8)
             yield
+
+    @hookimpl(wrapper=True)
+    def backward(self, run: RunContext) -> Generator[None, bool, bool]:
+        if not run.manual:  # where a forward may follow
+            self._fp8.close()  # as the engine's manual asks: at its end it reduces the maxima of the forward
+        with torch.autocast(run.device.type, enabled=False):
+            return (yield)
 
     @hookimpl(wrapper=True)
     def transfer_batch(self) -> Generator[None, Any, Any]:
