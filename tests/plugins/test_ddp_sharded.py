@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.utils.checkpoint
 
 import stratagem as sg
+from stratagem_ddp_sharded import ShardedDDPStrategy
 from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
@@ -40,6 +42,24 @@ def test_gradients_and_optimizer_state_are_divided(world_size):
     assert sum(gradients for gradients, _ in held) == whole
     assert sum(momentum for _, momentum in held) == whole
     assert max(gradients for gradients, _ in held) < 0.75 * whole
+
+
+def test_the_cost_of_a_step_does_not_grow_with_the_ranks():
+    class Counting(dict):
+        asked = 0
+
+        def __getitem__(self, parameter):
+            self.asked += 1
+            return super().__getitem__(parameter)
+
+    strategy, parameters, sent = ShardedDDPStrategy(), [torch.nn.Parameter(torch.zeros(2)) for _ in range(6)], []
+    strategy._owners = Counting(zip(parameters, (3, 1000, 7, 3, 0, 7), strict=True))
+    unchecked = SimpleNamespace(broadcast=lambda tensor, owner: sent.append((owner, tensor.numel())) or tensor)
+    peers = SimpleNamespace(unchecked=unchecked, world_size=4096, rank=0)
+    strategy._broadcast_parameters(parameters, SimpleNamespace(peers=peers))
+
+    assert sent == [(0, 2), (3, 4), (7, 4), (1000, 2)]
+    assert strategy._owners.asked == len(parameters)
 
 
 class Adagrad(Net):

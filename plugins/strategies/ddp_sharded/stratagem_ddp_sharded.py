@@ -15,6 +15,7 @@ that were reached.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -242,9 +243,10 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
 
     def _broadcast_parameters(self, parameters: list[nn.Parameter], run: RunContext) -> None:
         """Broadcast each of `parameters` from its owner to all ranks, one message per bucket."""
-        peers = run.peers.unchecked
-        for owner in range(run.peers.world_size):
-            theirs = [parameter for parameter in parameters if self._owners[parameter] == owner]
+        peers, owned = run.peers.unchecked, defaultdict[int, list[nn.Parameter]](list)
+        for parameter in parameters:
+            owned[self._owners[parameter]].append(parameter)
+        for owner, theirs in sorted(owned.items()):
             for group in _buckets(theirs, self.bucket_cap_mb * 1e6):
                 if len(group) == 1:
                     peers.broadcast(group[0].data, owner)
