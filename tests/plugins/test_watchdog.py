@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import stratagem as sg
+from stratagem.api.world import KeyValueStore
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import PeerError
 from stratagem.runtime.launching import explained
@@ -210,7 +211,9 @@ def test_a_slow_store_makes_no_rank_a_lost_one(store_answers):
     told, notes = threading.Event(), {}
     watchdog = watching([])
     watchdog._reports, watchdog._silent = FailureReports(None, 0.05), {}
-    watchdog._endpoints = SimpleNamespace(token=b"", probe=lambda ranks: ({1: "gone"}, store_answers))
+    watchdog._endpoints = SimpleNamespace(
+        token=b"", probe_ranks=lambda ranks: {1: "gone"}, store_answers=lambda: store_answers
+    )
     watchdog._store = SimpleNamespace(get=lambda key: told.wait(10), put=notes.__setitem__)
 
     for _ in range(2):
@@ -236,3 +239,49 @@ def test_a_moving_main_thread_is_not_stuck():
     watchdog._look_at_main_thread()
 
     assert watchdog._since > since > 0
+
+
+def test_one_question_tells_a_rank_that_failed_of_all_others():
+    class Store(KeyValueStore):
+        asked = 0
+
+        def get(self, key):
+            self.asked += 1
+            return super().get(key)
+
+    store, others = Store(), set(range(1, 512))
+    for rank in others:
+        store.append("reported", f"{rank} ")
+
+    assert FailureReports(SimpleNamespace(rank=0, key_value_store=lambda: store)).exchange(others) == others
+    assert store.asked == 1
+
+
+def test_a_healthy_run_opens_no_connection_to_the_store():
+    """torch's store looks up the name of each client, in its only thread."""
+    asked = []
+    watchdog = watching([])
+    watchdog._reports, watchdog._silent = FailureReports(None), {}
+    watchdog._endpoints = SimpleNamespace(
+        token=b"", probe_ranks=lambda ranks: dict.fromkeys(ranks, "alive"), store_answers=lambda: asked.append(1)
+    )
+
+    assert watchdog._gone({1, 2}) == {}
+    assert asked == []
+
+
+def _appended(rank, world_size):
+    run = _run(world_size)
+    run.connect()
+    store = run.context.collectives.key_value_store()
+    for number in range(20):
+        store.append("list", f"{rank}-{number} ")
+    run.context.collectives.barrier()
+    return sorted(store.get("list").split())
+
+
+@pytest.mark.slow
+def test_what_ranks_append_at_once_is_all_there():
+    expected = sorted(f"{rank}-{number}" for rank in range(3) for number in range(20))
+
+    assert run_in_processes(_appended, 3) == [expected] * 3

@@ -149,6 +149,10 @@ class KeyValueStore:
         """Write `text` under `key`, over an earlier value."""
         self._values[key] = text
 
+    def append(self, key: str, text: str) -> None:
+        """Write `text` after what is under `key`; what several ranks append at once is all there."""
+        self._values[key] = self._values.get(key, "") + text
+
     def get(self, key: str) -> str | None:
         """Return the value of `key`; None if there is none."""
         return self._values.get(key)

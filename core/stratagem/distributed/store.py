@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from stratagem.api.world import World
 
 
+_BOARD = "stratagem/board"
+
+
 class TCPKeyValueStore(KeyValueStore):
     """A key-value store of strings, in the store of the process group."""
 
@@ -23,10 +26,13 @@ class TCPKeyValueStore(KeyValueStore):
         self._store = store
 
     def put(self, key: str, text: str) -> None:
-        self._store.set(f"stratagem/board/{key}", text)
+        self._store.set(f"{_BOARD}/{key}", text)
+
+    def append(self, key: str, text: str) -> None:
+        self._store.append(f"{_BOARD}/{key}", text)
 
     def get(self, key: str) -> str | None:
-        name = f"stratagem/board/{key}"
+        name = f"{_BOARD}/{key}"
         return self._store.get(name).decode() if self._store.check([name]) else None
 
 

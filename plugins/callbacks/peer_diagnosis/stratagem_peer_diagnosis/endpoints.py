@@ -45,6 +45,8 @@ PROBE_S = 2.0
 ASK_S = 0.5
 
 _TOKEN = 16
+#: The number of the store among ranks.
+_STORE = -1
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -86,16 +88,30 @@ class Endpoints:
         peers = [Peer(*each[:4]) for each in everybody]
         return cls([peer for peer in peers if peer.rank != world.rank], endpoint, world, everybody[0][-1])
 
-    def probe(self, limit_s: float = PROBE_S, ranks: set[int] | None = None) -> tuple[dict[int, Answer], bool]:
-        """Return how the endpoint of each rank (of `ranks`) answers, and whether the store does. Not collective."""
-        endpoints: dict[int, tuple[str, int]] = {
-            p.rank: (p.address, p.port) for p in self.peers if p.port is not None and (ranks is None or p.rank in ranks)
-        }
-        if self._world.main_port is not None:
-            endpoints[-1] = (self._world.main_address, self._world.main_port)
-        answers = probe(endpoints, time.monotonic() + limit_s)
-        store = answers.pop(-1, "gone")
+    def probe(self, limit_s: float = PROBE_S) -> tuple[dict[int, Answer], bool]:
+        """Return how the endpoint of each rank answers, and whether the store does. Not collective."""
+        everybody = self._places({peer.rank for peer in self.peers}) | self._store_place
+        answers = probe(everybody, time.monotonic() + limit_s)
+        store = answers.pop(_STORE, "gone")
         return answers, store == "alive"
+
+    def probe_ranks(self, ranks: set[int], limit_s: float = PROBE_S) -> dict[int, Answer]:
+        """Return how the endpoint of each of `ranks` answers. Not collective."""
+        return probe(self._places(ranks), time.monotonic() + limit_s)
+
+    def store_answers(self, limit_s: float = PROBE_S) -> bool:
+        """Return whether the store's port answers: a connection, for which torch's store looks up a name."""
+        return probe(self._store_place, time.monotonic() + limit_s).get(_STORE) == "alive"
+
+    def _places(self, ranks: set[int]) -> dict[int, tuple[str, int]]:
+        return {
+            peer.rank: (peer.address, peer.port) for peer in self.peers if peer.port is not None and peer.rank in ranks
+        }
+
+    @property
+    def _store_place(self) -> dict[int, tuple[str, int]]:
+        port = self._world.main_port
+        return {} if port is None else {_STORE: (self._world.main_address, port)}
 
     def ask(self, ranks: set[int], limit_s: float = ASK_S) -> dict[int, str]:
         """Return what the main threads of `ranks` are doing, for those that tell. Not collective."""

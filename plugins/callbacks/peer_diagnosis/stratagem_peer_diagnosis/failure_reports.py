@@ -46,9 +46,9 @@ class FailureReports:
 
         def report_and_read() -> None:
             store = self._collectives.key_value_store()
-            store.put(f"reported/{self._collectives.rank}", "")
+            store.append("reported", f"{self._collectives.rank} ")
             while reported != alive and time.monotonic() < deadline:
-                reported.update(rank for rank in alive - reported if store.get(f"reported/{rank}") is not None)
+                reported.update(alive.intersection(map(int, (store.get("reported") or "").split())))
                 time.sleep(0.02)
 
         self._ask(report_and_read, REPORT_S + STORE_S)

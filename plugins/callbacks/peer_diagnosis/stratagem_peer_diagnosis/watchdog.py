@@ -17,6 +17,7 @@ the ranks that see less, and stays until they have read it; if the main thread m
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -159,20 +160,20 @@ class Watchdog:
 
     def _gone(self, ranks: set[int]) -> dict[int, Answer]:
         """Return which of `ranks` are gone without having left in order."""
-        answers, store_answers = self._endpoints.probe(ranks=ranks)
         lost: dict[int, Answer] = {}
-        for rank, answer in answers.items():
+        for rank, answer in self._endpoints.probe_ranks(ranks).items():
             self._silent[rank] = self._silent.get(rank, 0) + 1 if answer == "silent" else 0
             if answer == "gone" or self._silent[rank] >= SILENT_PROBES:
                 lost[rank] = answer
+        store_answers = functools.cache(self._endpoints.store_answers)
         return {rank: answer for rank, answer in lost.items() if not self._left_in_order(rank, store_answers)}
 
-    def _left_in_order(self, rank: int, store_answers: bool) -> bool:
+    def _left_in_order(self, rank: int, store_answers: Callable[[], bool]) -> bool:
         """Whether `rank` said so, or may have: the store's host can be reached and takes long to tell."""
         told = self._reports.ask(lambda: (self._store.get(self._left(rank)),))
         self._sure = told is not None
         if told is None:
-            return store_answers and not self._reports.is_open
+            return not self._reports.is_open and store_answers()
         return told[0] is not None
 
     def _left(self, rank: int) -> str:
