@@ -135,6 +135,10 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"no test was found for {file}")
 
 
+#: Variables of a group that an earlier test left behind.
+_OF_GROUPS = ("GLOO_", "NCCL_", "TORCH_GLOO_", "TORCH_NCCL_", "TORCH_FR_")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(unlaunched, monkeypatch, tmp_path):
     """A test begins as a process that nobody launched, in a folder of its own, and leaves no process group.
@@ -145,8 +149,8 @@ def clean_environment(unlaunched, monkeypatch, tmp_path):
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-    for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_"))]:
-        monkeypatch.delenv(name)  # of a group that an earlier test left behind
+    for name in [name for name in os.environ if name.startswith(_OF_GROUPS)]:
+        monkeypatch.delenv(name)
 
 
 #: "1": a program that a test needs and that is not installed is an error. CI sets it, which installs all of them.

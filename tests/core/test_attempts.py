@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attrs import evolve
 
 from stratagem import World
-from stratagem.distributed.attempts import agree_on_generation
+from stratagem.distributed.attempts import _unanswered, agree_on_generation
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.errors import LaunchError
 
@@ -38,6 +38,20 @@ def test_each_attempt_has_one_generation_and_no_two_have_the_same(hosted):
 
     assert len(set(first)) == len(set(second)) == 1
     assert first != second
+
+
+def test_rank_0_answers_all_ranks_before_it_waits_for_one():
+    store, waits = dist.HashStore(), 0
+    for rank in range(1, 50):
+        store.set(f"nonce/{rank}", f"of-{rank} of 50")
+    for first in _unanswered(store, World(world_size=50), "g"):
+        waits += 1
+        assert first == 1
+        for rank in range(1, 50):
+            assert store.get(f"generation/of-{rank}") == b"g"
+            store.set(f"confirmed/g/{rank}", "")
+
+    assert waits == 1
 
 
 def test_a_rank_that_died_while_it_waited_leaves_nothing_that_counts(hosted):

@@ -295,6 +295,37 @@ def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorde
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("backend", "own", "expected"), [("nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)]
+)
+def test_gloo_connects_ranks_when_they_send_where_it_stands_beside_nccl(recorded, monkeypatch, backend, own, expected):
+    if own is not None:
+        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", own)
+    TorchCollectives.connect(World(), CUDA if backend == "nccl" else torch.device("cpu"), backend=backend).close()
+
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == expected
+
+
+def _split(rank, world_size):
+    run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
+    run.connect()
+    made, make, whole = [], dist.new_group, run.context.collectives
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda ranks, **options: made.append(ranks) or make(ranks, **options))
+        columns = whole.split([[0, 2], [1, 3]])
+        rows, again = whole.split([[0, 1], [2, 3]]), whole.split([[0, 1], [2, 3]])
+    return made, [part.all_gather_object(rank) for part in (columns, rows, again, whole)]
+
+
+@pytest.mark.slow
+def test_a_rank_makes_its_own_group_of_a_split_alone():
+    """NCCL splits each group off in all ranks, one after the other: 856 for three axes at 1,024 ranks."""
+    for rank, (made, found) in enumerate(run_in_processes(_split, 4)):
+        own = [[rank % 2, rank % 2 + 2], *[[rank // 2 * 2, rank // 2 * 2 + 1]] * 2]
+        assert made == own
+        assert found == [*own, [0, 1, 2, 3]]
+
+
 @pytest.mark.slow
 def test_the_variables_that_are_set_are_not_warned_of():
     """torch tells every process of names that are out of date."""

@@ -7,8 +7,8 @@ counts its own restarts, and none counts the arrival or the loss of another agen
 prefix of all keys of this attempt, through the store itself:
 
 * each other rank writes a *nonce* that no process used before under its rank, and waits for the answer to that nonce;
-* rank 0 draws the generation and answers the nonce of each rank, again when a nonce changes (the first one may be that
-  of a dead process), until that rank has confirmed this generation.
+* rank 0 draws the generation and answers the nonces of all ranks, again when a nonce changes (the first one may be that
+  of a dead process), until all have confirmed this generation.
 
 An answer belongs to one nonce and a confirmation to one generation, so neither can be left over from a dead attempt. A
 nonce comes with the world size: an orphan of a lost agent cannot answer a rank of the smaller world that goes on.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +41,17 @@ def agree_on_generation(world: World, timeout: timedelta) -> World:
     import torch.distributed as dist
 
     assert world.main_port is not None, "the store is hosted"
-    missing = 0
+    missing, deadline = 0, time.monotonic() + timeout.total_seconds()
     try:
         store: Any = dist.TCPStore(world.main_address, world.main_port, is_master=False, timeout=timeout)
         store = dist.PrefixStore("stratagem/attempts", store)
         if world.rank != 0:
             return evolve(world, generation=_ask(store, world))
-        generation, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
-        for missing in range(1, world.world_size):
-            _answer(store, world, missing, generation, deadline)
+        generation = secrets.token_hex(8)
+        for missing in _unanswered(store, world, generation):  # noqa: B007 - the message has it
+            if time.monotonic() > deadline:
+                raise dist.DistError("the time is up")
+            time.sleep(_POLL_S)
     except dist.DistError as error:
         raise LaunchError(
             f"rank {world.rank} of {world.world_size} waited for rank {missing} at {world.main_address}:"
@@ -66,18 +69,17 @@ def _ask(store: Any, world: World) -> str:
     return generation
 
 
-def _answer(store: Any, world: World, rank: int, generation: str, deadline: float) -> None:
-    """Tell `rank` the `generation`, until it has confirmed it."""
-    import torch.distributed as dist
-
+def _unanswered(store: Any, world: World, generation: str) -> Iterator[int]:
+    """Tell all other ranks the `generation`; yield the first rank that has not confirmed it, until there is none."""
     answered: set[str] = set()
-    while not store.check([f"confirmed/{generation}/{rank}"]):
-        if store.check([f"nonce/{rank}"]):
-            nonce, _, size = store.get(f"nonce/{rank}").decode().partition(" of ")
-            if nonce not in answered and int(size) == world.world_size:
-                answered.add(nonce)
-                store.set(f"generation/{nonce}", generation)
-                continue
-        if time.monotonic() > deadline:
-            raise dist.DistError("the time is up")
-        time.sleep(_POLL_S)
+    pending = list(range(1, world.world_size))
+    while pending:
+        for rank in pending:
+            if store.check([f"nonce/{rank}"]):
+                nonce, _, size = store.get(f"nonce/{rank}").decode().partition(" of ")
+                if nonce not in answered and int(size) == world.world_size:
+                    answered.add(nonce)
+                    store.set(f"generation/{nonce}", generation)
+        pending = [rank for rank in pending if not store.check([f"confirmed/{generation}/{rank}"])]
+        if pending:
+            yield pending[0]

@@ -101,6 +101,8 @@ class TorchCollectives(Collectives):
         choose_interface(world)
         if "nccl" in whole:
             trace_calls()
+            # gloo has little to send beside NCCL: it connects ranks that send to each other, and not each rank to all.
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         try:
             dist.init_process_group(
                 whole, store=connect_store(world, timeout), timeout=timeout,
@@ -294,12 +296,15 @@ class TorchCollectives(Collectives):
         self._same_call("split", *map(tuple, groups))
         whole = dist.get_process_group_ranks(self.group)
         mine: TorchCollectives | None = None
-        is_part = self.group is not None  # other ranks of the run do not call this, or for their own groups
-        for ranks in groups:  # without local synchronization, new_group is collective over all ranks of the run
-            if is_part and self.rank not in ranks:
+        # Without local synchronization all ranks of the run make each group, which NCCL splits off one after the other.
+        # Of a part of them the others do not call this, or for their own groups.
+        each_in_one = sorted(rank for ranks in groups for rank in ranks) == list(range(self.world_size))
+        is_local = each_in_one or self.group is not None
+        for ranks in groups:
+            if is_local and self.rank not in ranks:
                 continue
             group = dist.new_group(
-                [whole[rank] for rank in ranks], timeout=self.timeout, use_local_synchronization=is_part
+                [whole[rank] for rank in ranks], timeout=self.timeout, use_local_synchronization=is_local
             )
             if self.rank in ranks:
                 place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
