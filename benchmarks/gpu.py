@@ -34,11 +34,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from stratagem_callbacks import throughput
 
-#: Dense peaks in FLOP/s for products in bf16, tf32 and fp32, from NVIDIA's data sheets.
-PEAKS = {
-    "H200": (989e12, 494e12, 67e12), "H100": (989e12, 494e12, 67e12), "A100": (312e12, 156e12, 19.5e12),
-}  # fmt: skip
+#: Peaks in FLOP/s for products in fp32 by the one in bf16, from NVIDIA's data sheets; in tf32 it is half of that.
+FP32_PEAKS = {989e12: 67e12, 835e12: 60e12, 756e12: 51e12, 312e12: 19.5e12}
 
 
 # --- Models ------------------------------------------------------------------------------------------------------
@@ -245,11 +244,10 @@ def peak_flops(case: Case, device: torch.device) -> float | None:
     """Return the peak for the dtype of the matrix products of `case`; None if unknown."""
     if device.type != "cuda":
         return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    peaks = next((peaks for name, peaks in PEAKS.items() if name in words), None)
-    if peaks is None or "MIG" in words:
-        return None
-    return peaks[0 if case.dtype is not None else 1 if case.tf32 else 2]
+    peak = throughput.peak_flops(torch.cuda.get_device_name(device))
+    if peak is None or case.dtype is not None:
+        return peak
+    return peak / 2 if case.tf32 else FP32_PEAKS.get(peak)
 
 
 # --- Cases -------------------------------------------------------------------------------------------------------

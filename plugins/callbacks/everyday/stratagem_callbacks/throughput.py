@@ -143,10 +143,10 @@ def _peak_of(device: Any) -> float | None:
         return None
     import torch
 
-    return _peak_flops(torch.cuda.get_device_name(device))
+    return peak_flops(torch.cuda.get_device_name(device))
 
 
-def _peak_flops(name: str) -> float | None:
-    """Return the peak FLOPs per second of the device `name`; None if unknown."""
+def peak_flops(name: str) -> float | None:
+    """Return the dense 16-bit matrix FLOPs per second of the device `name`; None if unknown."""
     model = _MEMORY.sub("", _VENDORS.sub("", name)).strip()
     return next((flops for known, flops in _PEAK_FLOPS.items() if re.fullmatch(known, model, re.IGNORECASE)), None)
