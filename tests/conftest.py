@@ -114,8 +114,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--changed"):
         items[:], config.stash[WITHOUT_TESTS] = selection.affected(items, _changed(config))
     if (shard := config.getoption("--shard")) is not None:
-        number, count = selection.part_of(shard)
-        items[:] = [item for item in items if selection.in_shard(item, number, count)]
+        items[:] = selection.shard_of(items, *selection.part_of(shard))
 
 
 def _asks_for_all(config):

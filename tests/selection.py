@@ -92,11 +92,19 @@ def part_of(shard: str) -> tuple[int, int]:
     return number, count
 
 
-def in_shard(item: pytest.Item, number: int, count: int) -> bool:
-    """Whether `item` is part of shard `number` of `count`; cases of a test share what their group prepares: one shard."""
+def shard_of(items: list[pytest.Item], number: int, count: int) -> list[pytest.Item]:
+    """Return the items of shard `number` of `count`: each shard gets as many tests of a file, in no order.
+
+    Cases of a test share what their group prepares and are in one shard.
+    """
+    dealt = set(sorted(set(map(_in_one_shard, items)))[number - 1 :: count])
+    return [item for item in items if _in_one_shard(item) in dealt]
+
+
+def _in_one_shard(item: pytest.Item) -> tuple[str, int, str]:
     group = item.get_closest_marker("xdist_group")
     key = item.nodeid.partition("[")[0] + str(group.args or group.kwargs) if group else item.nodeid
-    return zlib.crc32(key.encode()) % count == number - 1
+    return item.nodeid.partition("::")[0], zlib.crc32(key.encode()), key
 
 
 def promises(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
