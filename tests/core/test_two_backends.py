@@ -317,6 +317,24 @@ def _split(rank, world_size):
     return made, [part.all_gather_object(rank) for part in (columns, rows, again, whole)]
 
 
+def _split_of_a_part(rank, world_size):
+    run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
+    run.connect()
+    bound, make, whole = [], dist.new_group, run.context.collectives
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dist,
+            "new_group",
+            lambda ranks, **options: bound.append(dist.group.WORLD.bound_device_id) or make(ranks, **options),
+        )
+        half = whole.split([[0, 1], [2, 3]])
+        dist.group.WORLD.bound_device_id = CUDA
+        mine = half.split([[0], [1]]) if rank < 2 else half
+        after = dist.group.WORLD.bound_device_id
+        dist.group.WORLD.bound_device_id = None
+    return bound, after == CUDA, mine.world_size
+
+
 @pytest.mark.slow
 def test_a_rank_makes_its_own_group_of_a_split_alone():
     """NCCL splits each group off in all ranks, one after the other: 856 for three axes at 1,024 ranks."""
@@ -324,6 +342,15 @@ def test_a_rank_makes_its_own_group_of_a_split_alone():
         own = [[rank % 2, rank % 2 + 2], *[[rank // 2 * 2, rank // 2 * 2 + 1]] * 2]
         assert made == own
         assert found == [*own, [0, 1, 2, 3]]
+
+
+@pytest.mark.slow
+def test_a_split_of_some_ranks_waits_for_no_other():
+    """NCCL would split the group off the default group's communicator, which needs a call of all ranks."""
+    for rank, (bound, is_put_back, size) in enumerate(run_in_processes(_split_of_a_part, 4)):
+        assert bound == [None] * (2 if rank < 2 else 1)
+        assert is_put_back
+        assert size == (1 if rank < 2 else 2)
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.api.seeding import seeded
-from stratagem_testing import run_in_processes, scripts
+from stratagem.errors import ConfigError
+from stratagem_parallel.expert.dispatch import DispatchedExperts
+from stratagem_testing import recording, run_in_processes, scripts
 from stratagem_testing.reference import Net, data, joined_batches
 from stratagem_testing.training import loader, outcome, weights_of
 
@@ -60,6 +62,31 @@ class Routed(Net):
         super().__init__()
         with seeded(1):
             self.net = nn.Sequential(nn.Linear(16, 16), Layer(first), nn.Linear(16, 1))
+
+
+class Doubled(nn.Module):
+    num_experts = 4
+
+    def forward(self, tokens, indices, weights):
+        return tokens * 2
+
+
+def _waits(rank, world_size):
+    trainer = sg.Trainer(strategy={"name": "parallel", "expert": world_size}, devices=world_size, **QUIET)
+    trainer.run.connect()
+    experts = DispatchedExperts(Doubled(), "experts", trainer.run.strategy._groups.over("expert"))
+    chosen, weights = torch.tensor([[0, 3], [1, 0], [2 * rank, 1]]), torch.full((3, 2), 0.5)
+    with recording() as recorder:
+        given = [each.to(torch.device("cpu", 0), non_blocking=True) for each in (torch.ones(3, 8), chosen, weights)]
+        out = experts(*given)
+    with pytest.raises(ConfigError, match="experts was called with expert 4"):
+        experts(torch.ones(3, 8), chosen.where(chosen != 1, 4), weights)
+    return [each.operation for each in recorder.found], bool((out == 2).all())
+
+
+@pytest.mark.slow
+def test_the_host_waits_once_for_the_numbers_of_tokens():
+    assert run_in_processes(_waits, 2) == [(["tolist"], True)] * 2
 
 
 def _unused_experts(rank, world_size):

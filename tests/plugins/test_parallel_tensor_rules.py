@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
-from stratagem_parallel.tensor.moves import Line, part_of
+from stratagem_parallel.tensor.moves import Line, part_of, summed_part, whole_of
 from stratagem_parallel.tensor.slices import all_whole, as_slice
 from stratagem_testing import run_in_processes
 
@@ -117,14 +120,18 @@ class _Same(torch.autograd.Function):
         return gradient
 
 
-def _compare(rank, world_size, cuts):
+def _line(world_size):
     trainer = sg.Trainer(
         strategy={"name": "parallel", "tensor": world_size}, devices=world_size, accelerator="cpu", logger=False,
         enable_progress_bar=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.run.connect()
     strategy = trainer.run.strategy
-    line = Line(strategy._groups.over("tensor"), strategy.torch_mesh()["tensor"])
+    return Line(strategy._groups.over("tensor"), strategy.torch_mesh()["tensor"])
+
+
+def _compare(rank, world_size, cuts):
+    line = _line(world_size)
     missed = []
     for cut in cuts:
         for name, function in FUNCTIONS.items():
@@ -153,6 +160,30 @@ def _missed(function, cut, line):
         f"gradient of {name}": (a.grad, b.grad) for name, a, b in zip("xyw", own, plain, strict=True)
     }
     return [name for name, pair in pairs.items() if not torch.allclose(*map(_number, pair), rtol=1e-6, atol=1e-6)]
+
+
+def _messages(rank, world_size):
+    """Return which moves of whole tensors differ, of sizes that do and do not divide; lists of tensors are not sent."""
+    line, wrong = _line(world_size), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "reduce_scatter"):
+            patch.delattr(torch.distributed, name)
+        for dim, size in itertools.product(range(3), (4, 5)):
+            shape = [2, 3, 4]
+            shape[dim] = size
+            x = torch.arange(math.prod(shape), dtype=torch.float64).view(shape).requires_grad_()
+            whole, part = whole_of(part_of(x, dim, line), dim, size, line), summed_part(x, dim, line)
+            wrong += [f"gather {dim} {size}"] * (not torch.equal(whole, x))
+            wrong += [f"sum {dim} {size}"] * (not torch.equal(part, world_size * line.part(x, dim)))
+            part.sum().backward()
+            wrong += [f"gradient {dim} {size}"] * (not torch.equal(x.grad, torch.ones_like(x)))
+    return wrong
+
+
+@pytest.mark.slow
+def test_whole_tensors_are_sent_as_one():
+    """NCCL copies the tensors of a list into one and back."""
+    assert run_in_processes(_messages, 2) == [[], []]
 
 
 def _number(tensor):

@@ -44,6 +44,15 @@ class Logs(Net):
         return loss
 
 
+class Tied(Net):
+    """Two stages of a pipeline hold its first weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.net[2].weight = self.net[0].weight
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return zip(*(tensor.flatten(0, 1) for tensor in map(torch.stack, zip(*BATCHES, strict=True))), strict=True)
@@ -53,7 +62,7 @@ def _count(rank, world_size, cases):
     """Return for each case how often the host waits in each step, and where."""
     counts = {}
     for name, (make, arguments) in cases.items():
-        loader = part(BATCHES, rank, world_size)
+        loader = BATCHES if "pipeline" in arguments.get("strategy", "") else part(BATCHES, rank, world_size)
         if name == "batches of unknown number":
             loader = DataLoader(Stream(), batch_size=8)
         with warnings.catch_warnings():
@@ -114,6 +123,15 @@ def test_a_step_of_several_processes_waits_for_nothing():
         "batches of unknown number": (Net, {"strategy": "ddp"}),
     }
     _check(cases, 2, 0)
+
+
+@pytest.mark.slow
+def test_a_step_of_a_pipeline_waits_for_nothing_after_the_first():
+    """The first one of a shape compares the samples of the stages."""
+    pipeline = {"strategy": {"name": "parallel", "pipeline": 2, "microbatches": 2, "balance": [2, 3]}}
+    cases = {"plain": (Net, pipeline), "logging": (Logs, pipeline), "tied": (Tied, pipeline)}
+    for counts in run_in_processes(_count, 2, cases, limit_s=900):
+        assert {name: max(steps[1:]) for name, (steps, _) in counts.items()} == dict.fromkeys(cases, 0), counts
 
 
 @pytest.mark.sweep(guard="tests/plugins/test_synchronizations.py::test_a_step_of_several_processes_waits_for_nothing")

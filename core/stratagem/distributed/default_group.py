@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -13,6 +14,8 @@ from stratagem.distributed.interfaces import listen_anywhere
 from stratagem.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from stratagem.api.world import World
@@ -23,6 +26,19 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+@contextlib.contextmanager
+def not_splitting() -> Iterator[None]:
+    """Within: a new group connects by itself, where NCCL would split it off the default group, which all ranks join."""
+    import torch.distributed as dist
+
+    whole: Any = dist.group.WORLD
+    device, whole.bound_device_id = whole.bound_device_id, None
+    try:
+        yield
+    finally:
+        whole.bound_device_id = device
 
 
 def leave_group() -> None:

@@ -38,6 +38,7 @@ from stratagem.distributed.default_group import (
     forget_meshes,
     leave_group,
     not_joined,
+    not_splitting,
     trace_calls,
 )
 from stratagem.distributed.fingerprints import fingerprint, is_common
@@ -303,9 +304,10 @@ class TorchCollectives(Collectives):
         for ranks in groups:
             if is_local and self.rank not in ranks:
                 continue
-            group = dist.new_group(
-                [whole[rank] for rank in ranks], timeout=self.timeout, use_local_synchronization=is_local
-            )
+            with not_splitting() if self.group is not None else contextlib.nullcontext():
+                group = dist.new_group(
+                    [whole[rank] for rank in ranks], timeout=self.timeout, use_local_synchronization=is_local
+                )
             if self.rank in ranks:
                 place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
                 mine = TorchCollectives(place, self.device, owns_group=False, group=group, timeout=self.timeout)

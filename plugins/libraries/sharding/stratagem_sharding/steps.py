@@ -44,6 +44,8 @@ class ShardedSteps:
         self._messages = BufferPool(most=5)
         self._gradients = BufferPool(most=math.inf)
         self._has_stepped = False
+        #: Whether parameters are on the CPU, where the optimizer allocates with the C library.
+        self._on_cpu = False
 
     def add(self, root: nn.Module, run: RunContext, peers: Collectives, num_replicas: int = 1) -> list[Any]:
         """Watch and count what the units of `root` send; return them.
@@ -54,6 +56,7 @@ class ShardedSteps:
         """
         self._syncs = None
         units = self._units[root] = units_in(root)
+        self._on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
         self.order = self.order or UnitOrder(run, peers)
         self.order.add(root)
         for unit in units:
@@ -141,7 +144,7 @@ class ShardedSteps:
         if not run.manual:
             self._reshard(root)  # such as after a step without a loss
         # The first step makes the state of the optimizer, which stays: it must not be among freed blocks.
-        memory = reuse_freed_blocks() if self._has_stepped else contextlib.nullcontext()
+        memory = reuse_freed_blocks() if self._has_stepped and self._on_cpu else contextlib.nullcontext()
         assert self.order is not None, "it was added"
         with self.order.compared("optimizer", reads=True), memory:
             yield

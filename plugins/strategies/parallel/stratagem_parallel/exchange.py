@@ -39,6 +39,19 @@ def exchange(
     return received
 
 
+def gather_into(whole: Tensor, part: Tensor, over: Collectives) -> None:
+    """Write the parts of all ranks of `over` into `whole`, one after the other; both are contiguous. Collective."""
+    over.traffic.add("all_gather", part.nbytes, over.world_size)
+    # torch 2.13 renamed it, and warns about the old name.
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=over.group)
+
+
+def sum_into(part: Tensor, whole: Tensor, over: Collectives) -> None:
+    """Write this rank's share of the sum of `whole` over the ranks into `part`; both are contiguous. Collective."""
+    over.traffic.add("reduce_scatter", whole.nbytes, over.world_size)
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=over.group)
+
+
 class _Gather(torch.autograd.Function):
     """Gathers along dimension 0."""
 
@@ -47,9 +60,7 @@ class _Gather(torch.autograd.Function):
         ctx.over = over
         part = part.contiguous()
         whole = part.new_empty(over.world_size * part.shape[0], *part.shape[1:])
-        over.traffic.add("all_gather", part.nbytes, over.world_size)
-        # torch 2.13 renamed it, and warns about the old name.
-        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=over.group)
+        gather_into(whole, part, over)
         return whole
 
     @staticmethod
@@ -65,8 +76,7 @@ class _SumOfParts(torch.autograd.Function):
         ctx.over = over
         whole = whole.contiguous()
         part = whole.new_empty(whole.shape[0] // over.world_size, *whole.shape[1:])
-        over.traffic.add("reduce_scatter", whole.nbytes, over.world_size)
-        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=over.group)
+        sum_into(part, whole, over)
         return part
 
     @staticmethod

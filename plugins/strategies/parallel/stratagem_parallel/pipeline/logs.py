@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,27 +102,41 @@ class StepResults:
         """Return the loss, the logged values and the rest of the output, which rank `last` gives. Collective.
 
         A message of floats has the loss and the values, while their names and options are those of the step before;
-        else an object follows. An int64 passes through a float64 in it: exact below 2 to the power of 53.
+        else an object follows. An int64 passes through a float64 in it: exact below 2 to the power of 53. No host waits
+        for its GPU: the loss arrives there.
         """
         is_last = among.rank == last
-        message = torch.zeros(3 + len(self._known), dtype=torch.float64)
+        flags = torch.zeros(2, dtype=torch.float64)
+        values = torch.zeros(1 + len(self._known), dtype=torch.float64, device=device)
         names = [(name, options) for name, _, options in entries]
         if is_last:
             assert loss is not None, "the last stage has it"
             changed = names != self._known or extras is not None
-            values = (
-                [] if changed else [torch.as_tensor(v, dtype=torch.float64).reshape(()).cpu() for _, v, _ in entries]
-            )
-            flags = [torch.tensor(each, dtype=torch.float64) for each in (float(changed), _DTYPES.index(loss.dtype))]
-            head = [*flags, loss.detach().double().cpu().reshape(())]
-            message[: 3 + len(values)] = torch.stack(head + values)
-        message = among.unchecked.broadcast(message, last)
-        if message[0]:
+            flags = torch.tensor([float(changed), _DTYPES.index(loss.dtype)], dtype=torch.float64)
+            logged = [] if changed else [_double(value, device) for _, value, _ in entries]
+            values[: 1 + len(logged)] = torch.stack([_double(loss.detach(), device), *logged])
+        flags, values = send_both(flags, values, lambda message: among.unchecked.broadcast(message, last))
+        if flags[0]:
             sent = among.broadcast_object((entries, extras) if is_last else None, last)
             entries, extras = (entries, extras) if is_last else sent
             self._known = [(name, options) for name, _, options in entries]
         elif not is_last:
-            entries = [(n, v.clone(), o) for (n, o), v in zip(self._known, message[3:], strict=True)]
+            entries = [(n, v.clone(), o) for (n, o), v in zip(self._known, values[1:], strict=True)]
         if loss is None:
-            loss = message[2].to(_DTYPES[int(message[1])]).to(device)
+            loss = values[0].to(_DTYPES[int(flags[1])])
         return loss, entries, extras
+
+
+def _double(value: Any, device: torch.device) -> Tensor:
+    """Return a number on `device`, without a wait."""
+    if isinstance(value, Tensor) and value.device == device:
+        return value.double().reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def send_both(host: Tensor, values: Tensor, send: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Send numbers that the `host` reads, and `values` of a device: in one message where both are on the CPU."""
+    if host.device != values.device:
+        return send(host), send(values)
+    whole = send(torch.cat([host.to(values.dtype), values]))
+    return whole[: len(host)], whole[len(host) :]

@@ -18,7 +18,7 @@ from stratagem_parallel.pipeline import ownership
 from stratagem_parallel.pipeline.balance import sizes_of_stages
 from stratagem_parallel.pipeline.boundaries import Form, zeros_of
 from stratagem_parallel.pipeline.interception import Interception
-from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, combined
+from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, combined, send_both
 from stratagem_parallel.pipeline.microbatches import fingerprint, merge, split, tensors_of
 from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
 from stratagem_parallel.pipeline.runner import StageRunner, signature
@@ -221,7 +221,7 @@ class Pipeline:
         known = self.runner.knows(key)
         facts = [] if known else [fingerprint(each) for each in tensors_of(batch)]
         number = zlib.crc32(str((key, known, facts)).encode())
-        extremes = torch.tensor([number, -number], dtype=torch.int64, device=self.among.device)
+        extremes = torch.tensor([number, -number], dtype=torch.int64)  # on the host, which reads them
         largest, smallest = self.among.unchecked.all_reduce(extremes, "max").tolist()
         if largest == -smallest:
             return
@@ -376,11 +376,11 @@ def _sum_gradients(among: Any, parameters: list[nn.Parameter]) -> None:
             torch.zeros_like(local(parameter.detach())) if gradient is None else local(gradient)
             for parameter, gradient in zip(group, gradients, strict=True)
         ]
-        flags = parts[0].new_tensor([gradient is not None for gradient in gradients])
-        flat = among.unchecked.all_reduce(torch.cat([flags, *(part.reshape(-1) for part in parts)]), "sum")
-        reached = flat[: len(group)].tolist()
-        sums = flat[len(group) :].split([part.numel() for part in parts])
-        for parameter, is_reached, total in zip(group, reached, sums, strict=True):
+        flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float64)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        reached, flat = send_both(flags, flat, lambda message: among.unchecked.all_reduce(message, "sum"))
+        sums = flat.split([part.numel() for part in parts])
+        for parameter, is_reached, total in zip(group, reached.tolist(), sums, strict=True):
             if not is_reached:
                 continue
             if parameter.grad is None:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from stratagem_parallel.exchange import gather_into, sum_into
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,20 +81,18 @@ class Line:
         """Return the whole of which each rank has a `part` along `dim`; `size` is the whole's. Collective."""
         chunk = -(-size // self.size)
         part = _padded(part, dim, chunk).contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self.over.traffic.add("all_gather", part.nbytes, self.size)
-        dist.all_gather(parts, part, group=self.over.group)
-        whole = torch.cat(parts, dim)
+        parts = part.new_empty(self.size, *part.shape)
+        gather_into(parts.flatten(0, 1), part, self.over)
+        whole = parts.movedim(0, dim).flatten(dim, dim + 1)  # a copy, unless `dim` is the first
         return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size)
 
     def sum_part(self, summand: Tensor, dim: int) -> Tensor:
         """Return this rank's part along `dim` of the sum over the ranks. Collective."""
         size = summand.shape[dim]
         chunk = -(-size // self.size)
-        pieces = [piece.contiguous() for piece in _padded(summand, dim, chunk * self.size).split(chunk, dim)]
-        part = torch.empty_like(pieces[0])
-        self.over.traffic.add("reduce_scatter", part.nbytes * self.size, self.size)
-        dist.reduce_scatter(part, pieces, group=self.over.group)
+        pieces = _padded(summand, dim, chunk * self.size).unflatten(dim, (self.size, chunk)).movedim(dim, 0)
+        part = summand.new_empty(pieces.shape[1:])
+        sum_into(part, pieces.contiguous().flatten(0, 1), self.over)
         return part.narrow(dim, 0, self.bounds(size)[1])
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import shapes
@@ -51,6 +50,7 @@ _REDUCTIONS = {
     "sum", "mean", "amax", "amin", "prod", "var", "std", "softmax", "log_softmax", "cumsum", "argmax", "argmin",
     "logsumexp", "normalize", "norm", "vector_norm", "_softmax", "cumprod", "all", "any",
 }  # fmt: skip
+_NOTHING = contextlib.nullcontext()
 #: What torch calls the first argument of its functions.
 _FIRST = ("input", "tensors", "tensor", "query")
 
@@ -139,19 +139,17 @@ def _in_order(args: Arguments, options: Options) -> tuple[Arguments, Options]:
 
 
 def _elementwise(func: Any, args: Arguments, options: Options, random: bool = False) -> Any:
-    leaves, structure = tree_flatten((args, options))
-    from_right, size, line = common([leaf for leaf in leaves if isinstance(leaf, Slice)])
+    slices = [each for each in (*args, *options.values()) if isinstance(each, Slice)]
+    if not slices:
+        raise NoRule
+    from_right, size, line = common(slices)
     name = func.__name__
     if (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))) and not isinstance(args[0], Slice):
         raise NoRule
-    parts = [matching(leaf, from_right, size, line) for leaf in leaves]
-    args, options = tree_unflatten(parts, structure)
-    if random:
-        device = next(part.device for part in parts if isinstance(part, Tensor))
-        with of_this_part(line, device):
-            out = func(*args, **options)
-    else:
-        out = func(*args, **options)
+    parts = [matching(each, from_right, size, line) for each in args]
+    named = {key: matching(each, from_right, size, line) for key, each in options.items()}
+    with of_this_part(line, slices[0].device) if random else _NOTHING:
+        out = func(*parts, **named)
     if not isinstance(out, Tensor):  # where(condition) returns indices
         raise NoRule
     return as_slice(out, out.dim() - from_right, size, line)
@@ -243,7 +241,7 @@ def _attention(func: Any, args: Arguments, options: Options) -> Any:
     if isinstance(mask, Tensor):
         given["attn_mask"] = matching(mask, from_right, sizes[0], line)
     given |= {name: matching(given[name], from_right, size, line) for name, size in zip(names, sizes, strict=False)}
-    with of_this_part(line, three[0].device) if given.get("dropout_p") else contextlib.nullcontext():
+    with of_this_part(line, three[0].device) if given.get("dropout_p") else _NOTHING:
         out = func(**given)
     return as_slice(out, out.dim() - from_right, sizes[0], line)
 
