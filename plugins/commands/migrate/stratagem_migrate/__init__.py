@@ -40,7 +40,7 @@ RULES = (
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
-    other_uses.switched_off, other_uses.minus_one, other_uses.loggers_by_hand, other_uses.utilities,
+    other_uses.switched_off, other_uses.minus_one, other_uses.utilities,
     outputs.of_training,
 )  # fmt: skip
 

@@ -185,7 +185,6 @@ MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "enable_pl_optimizer": _LEAVE_OUT,
     "move_metrics_to_cpu": _LEAVE_OUT,
     "prepare_data_per_node": f"{_LEAVE_OUT}, prepare_data is called once on each node",
-    "min_steps": _unless_off("min_epochs=, or nothing: a minimum number of steps is not available yet"),
     "reload_dataloaders_every_epoch": _unless_off("reload_dataloaders_every_n_epochs=1"),
     "multiple_trainloader_mode": "one training loader: combine them in your own iterable",
     "enable_autolog_hparams": "nothing: save_hyperparameters decides what is logged",

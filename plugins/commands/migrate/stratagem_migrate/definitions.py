@@ -153,9 +153,9 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
 
 
 def is_hook_as_it_is(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a method of a callback gets its arguments in Lightning's order, without a mark."""
+    """Whether a method of a callback gets its arguments in Lightning's order."""
     known = [name for name in installed.hooks()[method.name] if name != "run"]
-    return not installed.hooks_need_a_mark() and not method.decorator_list and _num_required(method) <= len(known)
+    return not method.decorator_list and _num_required(method) <= len(known)
 
 
 def _last_name(decorator: ast.expr) -> str:

@@ -169,14 +169,6 @@ def scheduler_options() -> frozenset[str]:
     return frozenset(config.options(LRSchedulerConfig))
 
 
-@cache
-def hparams_have_attributes() -> bool:
-    """Return whether ``self.hparams.x`` works in place of ``self.hparams["x"]``."""
-    from stratagem import Module
-
-    return hasattr(type(Module().hparams), "__getattr__")
-
-
 def refusal(argument: str, value: Any) -> str:
     """Return the error for `value` of an argument that is not a plugin; empty if it is valid."""
     from stratagem.config.settings import CHOICES, TrainerSettings, gather
@@ -234,19 +226,3 @@ def expression(kind: str, name: str) -> str:
 def num_positional(kind: str, name: str) -> int:
     """Return how many options of an installed plugin may be given without their names."""
     return len(getattr(plugin_class(kind, name), "positional", ()))
-
-
-@cache
-def loggers_can_be_called() -> bool:
-    """Return whether ``logger.log_hyperparams(params)`` works in a script."""
-    from stratagem import Logger
-
-    return hasattr(Logger, "log_hyperparams")
-
-
-@cache
-def hooks_need_a_mark() -> bool:
-    """Return whether a callback's method is a hook only with `@hookimpl`, and not by its name, as in Lightning."""
-    from stratagem import Callback
-
-    return not hasattr(Callback, "on_train_start")

@@ -276,7 +276,6 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
     "ModelCheckpoint": {
         "filepath": "dirpath= and filename=", "period": "every_n_epochs=", "every_n_val_epochs": "every_n_epochs=",
         "prefix": "filename=",
-        "save_on_exception": 'callbacks=["on_exception_checkpoint"]',
     },
     "EarlyStopping": {"log_rank_zero_only": "nothing: only rank 0 prints"},
     "CSVLogger": {"flush_logs_every_n_steps": "flush_every_n_steps=", "prefix": _LEAVE_OUT},

@@ -1,4 +1,4 @@
-"""Find uses that no name of Lightning shows: steps that are switched off, -1 from hooks, loggers called by hand."""
+"""Find uses that no name of Lightning shows: steps that are switched off, -1 from hooks, ranks asked elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, Finding
 from stratagem_migrate.source import Source, constant, methods, short
 
@@ -47,19 +46,6 @@ def _returns_minus_one(source: Source, method: ast.AST) -> Iterator[Finding]:
                 node, CHECK, "return -1", "trainer.should_stop = True",
                 "-1 skips the rest of an epoch only from on_train_batch_start of a module",
             )  # fmt: skip
-
-
-def loggers_by_hand(source: Source) -> Iterator[Finding]:
-    """Find ``logger.log_hyperparams(...)``, where a logger of stratagem is called by the trainer alone."""
-    if not source.is_about_lightning or installed.loggers_can_be_called():
-        return
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = short(node.func.value)
-            if node.func.attr == "log_hyperparams" and owner.rpartition(".")[2].startswith("logger"):
-                yield source.finding(
-                    node, CHANGE, short(node), "self.save_hyperparameters()", "loggers get what the module saves"
-                )  # fmt: skip
 
 
 def utilities(source: Source) -> Iterator[Finding]:

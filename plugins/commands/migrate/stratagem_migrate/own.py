@@ -27,12 +27,10 @@ SELF: Final[dict[str, tuple[str, str]]] = {
     "write_prediction_dict": ('callbacks=["prediction_writer"]', ""),
     "summarize": ('callbacks=["model_summary"]', ""),
     "log_grad_norm": ('callbacks=["gradient_norms"]', ""),
-    "device_mesh": ("self.trainer.run.mesh", ""),
     "get_progress_bar_dict": ("self.trainer.progress_bar_metrics", ""),
 }
 #: Attributes of LightningDataModule that DataModule does not have.
 _DATA: Final[dict[str, tuple[str, str]]] = {
-    "from_datasets": ("loaders, passed to fit", ""),
     "load_from_checkpoint": ("its __init__", ""),
 }
 #: Positional options of Lightning's `log`, in order.
@@ -71,11 +69,7 @@ def _hparams(source: Source, node: ast.Attribute) -> Iterator[Finding]:
     if isinstance(node.ctx, ast.Store):
         yield source.finding(node, CHANGE, "self.hparams = ...", "self.save_hyperparameters()", "hparams cannot be set")
     elif isinstance(parent, ast.Attribute) and not hasattr(dict, parent.attr):
-        old = f"self.hparams.{parent.attr}"
-        if installed.hparams_have_attributes():
-            yield source.finding(node, SAME, old, "")
-        else:
-            yield source.finding(node, CHANGE, old, f'self.hparams["{parent.attr}"]')
+        yield source.finding(node, SAME, f"self.hparams.{parent.attr}", "")
 
 
 def _own_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:

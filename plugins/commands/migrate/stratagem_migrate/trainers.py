@@ -31,7 +31,6 @@ _TRAINER: Final[dict[str, tuple[str, str]]] = {
     "progress_bar_callback": ("trainer.callbacks", ""),
     "progress_bar_dict": ("trainer.progress_bar_metrics", ""),
     "fit_loop": ("trainer.current_epoch, trainer.global_step", ""),
-    "is_last_batch": ("batch_idx + 1 == trainer.num_training_batches", ""),
     "add_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
     "from_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
     "parse_argparser": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),

@@ -15,7 +15,7 @@ from stratagem_migrate.rewriting.edits import Edits, code, expression
 from stratagem_migrate.source import UNKNOWN, Source, constant, methods
 
 #: Attributes of a module that one expression replaces.
-_SELF: Final = ("on_gpu", "on_tpu", "use_ddp", "datamodule", "device_mesh")
+_SELF: Final = ("on_gpu", "on_tpu", "use_ddp", "datamodule")
 #: Attributes of a trainer that one expression replaces.
 _TRAINER: Final = {
     "training_type_plugin": "strategy", "precision_plugin": "precision",

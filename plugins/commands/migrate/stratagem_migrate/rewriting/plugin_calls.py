@@ -97,13 +97,11 @@ def option_instead(theirs: str, name: str, literal: Any, known: frozenset[str]) 
 #: Options that Lightning's classes do not use while they have one of the values `_OFF`.
 _DEFAULTS_OFF: Final[dict[str, frozenset[str]]] = {
     "ModelCheckpoint": frozenset({
-        "verbose", "train_time_interval", "every_n_val_epochs", "save_on_exception", "prefix", "filepath", "period",
+        "every_n_val_epochs", "prefix", "filepath", "period",
     }),
     "EarlyStopping": frozenset({"log_rank_zero_only"}),
     "CSVLogger": frozenset({"prefix"}),
     "TensorBoardLogger": frozenset({"prefix", "sub_dir"}),
     "WandbLogger": frozenset({"prefix", "anonymous", "offline", "experiment", "log_model", "checkpoint_name"}),
     "MLFlowLogger": frozenset({"prefix", "tags", "artifact_location", "run_id", "log_model"}),
-    "RichModelSummary": frozenset(),
-    "TQDMProgressBar": frozenset(),
 }  # fmt: skip

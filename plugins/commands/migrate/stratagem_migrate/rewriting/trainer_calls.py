@@ -12,7 +12,7 @@ from stratagem_migrate.names import NAMES
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code
 from stratagem_migrate.rewriting.references import Namespace
-from stratagem_migrate.rewriting.translations import CALLBACKS, Given, New, arguments_in, is_accepted, translated
+from stratagem_migrate.rewriting.translations import CALLBACKS, Given, New, arguments_in, translated
 from stratagem_migrate.source import Source, constant
 
 
@@ -123,8 +123,6 @@ class _Trainer:
     # --- Arguments that move elsewhere ----------------------------------------------------------------------------
 
     def _by_other_means(self, name: str, value: ast.expr) -> bool:
-        if is_accepted(name):
-            return False
         match name:
             case "resume_from_checkpoint":
                 return self._resume(value)

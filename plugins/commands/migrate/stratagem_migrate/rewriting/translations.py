@@ -9,7 +9,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from stratagem_migrate import installed
-from stratagem_migrate.arguments import MOVED, OLD_STRATEGIES
+from stratagem_migrate.arguments import OLD_STRATEGIES
 from stratagem_migrate.source import UNKNOWN, constant
 
 #: New arguments: their names and texts; None stands for the value as it is. The name `CALLBACKS` adds a callback.
@@ -39,14 +39,9 @@ def translated(given: Given) -> New | None:
     if given.name in _RENAMED:
         return [(_RENAMED[given.name], None)]
     answer = _TRANSLATIONS.get(given.name)
-    if is_accepted(given.name) or answer is None or (given.literal is UNKNOWN and given.name != "gpus"):
+    if answer is None or (given.literal is UNKNOWN and given.name != "gpus"):
         return None
     return answer(given)
-
-
-def is_accepted(name: str) -> bool:
-    """Whether the installed Trainer takes an argument that the tables move elsewhere."""
-    return name in MOVED and name in installed.trainer_arguments()
 
 
 def arguments_in(text: str) -> New:
