@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from stratagem.stack.lightning_callbacks import HOOKS
+from stratagem.training.event_names import EVENTS
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
-from stratagem_migrate.source import Source, methods, short
+from stratagem_migrate.source import Source, constant, last_name, methods
 
 # --- Modules and data modules ------------------------------------------------------------------------------------
 
@@ -26,23 +28,25 @@ def module_methods(source: Source) -> Iterator[Finding]:
 
 
 def _module_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
+    from stratagem.training.lightning_names import CALLED_WITH, NEEDS  # with torch
+
     name, given = method.name, [argument.arg for argument in method.args.args[1:]]
     old = f"def {name}({', '.join(['self', *given])})"
     if name in installed.uncalled_methods():
         yield source.finding(method, CHANGE, old, *installed.uncalled_methods()[name])
     elif "optimizer_idx" in given or "hiddens" in given:
-        known = installed.called_with().get(name)
+        known = CALLED_WITH.get(name)
         kept = old.replace(", optimizer_idx", "") if known is None else f"def {name}({', '.join(['self', *known])})"
         new = "automatic_optimization = False" if name == "training_step" else kept
         note = "and step each of self.optimizers() in training_step" if name == "training_step" else ""
         yield source.finding(method, CHANGE, old, new, note)
-    elif name in installed.hooks() and name in installed.events():
+    elif name in installed.hooks() and name in EVENTS:
         yield from _event(source, method, old)
-    elif name in installed.called_with() and _num_required(method) > len(installed.called_with()[name]):
-        new = f"def {name}({', '.join(['self', *installed.called_with()[name]])})"
+    elif name in CALLED_WITH and _num_required(method) > len(CALLED_WITH[name]):
+        new = f"def {name}({', '.join(['self', *CALLED_WITH[name]])})"
         yield source.finding(method, CHANGE, old, new, "there are no other arguments")
-    elif name in installed.needs():
-        note = f"a strategy must provide {installed.needs()[name]!r} (`stratagem plugins show NAME`)"
+    elif name in NEEDS:
+        note = f"a strategy must provide {NEEDS[name]!r} (`stratagem plugins show NAME`)"
         yield source.finding(method, CHECK, old, "", note)
 
 
@@ -103,12 +107,8 @@ def _configuration(source: Source, node: ast.Dict) -> Iterator[Finding]:
 
 
 def _optimizes_by_hand(cls: ast.ClassDef) -> bool:
-    for node in ast.walk(cls):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False:
-            names = [getattr(target, "attr", getattr(target, "id", "")) for target in node.targets]
-            if "automatic_optimization" in names:
-                return True
-    return False
+    assigned = (node for node in ast.walk(cls) if isinstance(node, ast.Assign) and constant(node.value) is False)
+    return any("automatic_optimization" in map(last_name, node.targets) for node in assigned)
 
 
 def _count(returned: ast.expr) -> int:
@@ -131,14 +131,12 @@ def callbacks(source: Source) -> Iterator[Finding]:
 
 def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
     given = [argument.arg for argument in method.args.args]
-    if any(_last_name(decorator) == "hookimpl" for decorator in method.decorator_list):
+    if any(last_name(decorator) == "hookimpl" for decorator in method.decorator_list):
         return
     old = f"def {method.name}({', '.join(given)})"
     known = installed.hooks().get(method.name)
-    if method.name in installed.other_times():
-        yield source.finding(
-            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", installed.other_times()[method.name]
-        )  # fmt: skip
+    if method.name in HOOKS:
+        yield source.finding(method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", HOOKS[method.name])
     elif known is not None and is_hook_as_it_is(method):
         yield source.finding(method, SAME, old, "")
     elif known is not None:
@@ -156,8 +154,3 @@ def is_hook_as_it_is(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a method of a callback gets its arguments in Lightning's order."""
     known = [name for name in installed.hooks()[method.name] if name != "run"]
     return not method.decorator_list and _num_required(method) <= len(known)
-
-
-def _last_name(decorator: ast.expr) -> str:
-    called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return short(called).rpartition(".")[2]

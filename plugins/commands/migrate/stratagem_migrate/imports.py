@@ -18,14 +18,14 @@ def imports(source: Source) -> Iterator[Finding]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if within_lightning(alias.name) is not None:
-                    yield source.finding(node, CHANGE, f"import {_as_written(alias)}", "import stratagem as sg")
+                    yield source.finding(node, CHANGE, f"import {ast.unparse(alias)}", "import stratagem as sg")
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and within_lightning(node.module or "") is not None:
             for alias in node.names:
                 yield _imported(source, node, alias)
 
 
 def _imported(source: Source, node: ast.ImportFrom, alias: ast.alias) -> Finding:
-    old = f"from {node.module} import {_as_written(alias)}"
+    old = f"from {node.module} import {ast.unparse(alias)}"
     if alias.name == "*":
         return source.finding(node, CHANGE, old, "import stratagem as sg")
     qualified = within_lightning(f"{node.module}.{alias.name}") or ""
@@ -152,7 +152,3 @@ def _options(source: Source, node: ast.Call, theirs: str, plugin: tuple[str, str
             yield source.finding(keyword, CHANGE, f"{theirs}({short(keyword)})", new, note)
         else:
             yield source.finding(keyword, SAME, f"{theirs}({short(keyword)})", "")
-
-
-def _as_written(alias: ast.alias) -> str:
-    return f"{alias.name} as {alias.asname}" if alias.asname else alias.name

@@ -11,14 +11,11 @@ from functools import cache
 from typing import Any
 
 from stratagem.api import options as config
+from stratagem.config.settings import argument_of
 from stratagem.errors import ConfigError, PluginError
-from stratagem.stack import catalog, registry
+from stratagem.stack import catalog, lightning_callbacks, registry
+from stratagem.training.event_names import EVENTS
 
-#: Arguments of the Trainer by kind of plugin.
-ARGUMENTS = {
-    "callback": "callbacks", "logger": "logger", "strategy": "strategy", "precision": "precision",
-    "environment": "environment", "accelerator": "accelerator", "checkpoint": "checkpoint",
-}  # fmt: skip
 #: Modules with the classes of each kind.
 MODULES = {
     "callback": "callbacks", "logger": "loggers", "strategy": "strategies", "precision": "precisions",
@@ -54,7 +51,6 @@ def trainer_attributes() -> frozenset[str]:
 @cache
 def module_attributes() -> frozenset[str]:
     """Return the methods that a module may define, and those that it inherits."""
-    from stratagem.training.event_names import EVENTS
     from stratagem.training.module import Module
 
     return frozenset(dir(Module)) | frozenset(EVENTS) | _OPTIONAL_METHODS
@@ -78,14 +74,6 @@ def hooks() -> Mapping[str, tuple[str, ...]]:
 
 
 @cache
-def events() -> frozenset[str]:
-    """Return the events for which a module may define a method."""
-    from stratagem.training.event_names import EVENTS
-
-    return frozenset(EVENTS)
-
-
-@cache
 def uncalled_methods() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a LightningModule that stratagem refuses: what to write instead, and a note."""
     from stratagem.training import lightning_names
@@ -104,33 +92,7 @@ def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
 @cache
 def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a Callback that stratagem refuses, in the same form."""
-    from stratagem.stack import lightning_callbacks
-
     return _as_findings(lightning_callbacks.CALLBACK, "@hookimpl ")
-
-
-@cache
-def other_times() -> Mapping[str, str]:
-    """Return hooks that are called at another time than the callback method of Lightning with the same name."""
-    from stratagem.stack import lightning_callbacks
-
-    return lightning_callbacks.HOOKS
-
-
-@cache
-def called_with() -> Mapping[str, tuple[str, ...]]:
-    """Return the arguments of methods of a module that are not events, by the name of the method."""
-    from stratagem.training import lightning_names
-
-    return lightning_names.CALLED_WITH
-
-
-@cache
-def needs() -> Mapping[str, str]:
-    """Return the capability that a strategy must provide for a method of a module, by the name of the method."""
-    from stratagem.training import lightning_names
-
-    return lightning_names.NEEDS
 
 
 def _as_findings(table: Mapping[str, Any], decorator: str = "") -> dict[str, tuple[str, str]]:
@@ -143,12 +105,9 @@ def _as_findings(table: Mapping[str, Any], decorator: str = "") -> dict[str, tup
     return {name: (new(instead.expected), instead.do) for name, instead in table.items()}
 
 
-@cache
 def log_options() -> frozenset[str]:
     """Return the options of `Module.log`."""
-    from stratagem.training.metrics import StageMetrics
-
-    return frozenset(inspect.signature(StageMetrics.log).parameters) - {"self", "name", "value"}
+    return frozenset(parameters("Module", "log")) - {"name", "value"}
 
 
 @cache
@@ -219,7 +178,7 @@ def plugin_options(kind: str, name: str) -> frozenset[str] | None:
 def expression(kind: str, name: str) -> str:
     """Return the expression for a plugin in a script: its class if that can be imported, else its name."""
     cls = plugin_class(kind, name)
-    by_name = f'{ARGUMENTS[kind]}="{name}"'
+    by_name = f'{argument_of(kind)}="{name}"'
     return by_name if cls is None else f"stratagem.{MODULES[kind]}.{cls.__name__}"
 
 

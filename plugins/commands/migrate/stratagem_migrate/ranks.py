@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from stratagem_migrate.findings import CHANGE, Finding
-from stratagem_migrate.source import Source, short
+from stratagem_migrate.source import Source, last_name, short
 
 #: Methods that all ranks must call.
 _COLLECTIVE: Final = {
@@ -23,10 +23,8 @@ def guarded(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if isinstance(node, ast.If) and (condition := _rank_condition(node.test)):
             yield from _collectives_in(source, _guarded_statements(source, node, condition), short(node.test))
-        elif isinstance(node, ast.FunctionDef):
-            decorators = [short(each).rpartition(".")[2] for each in node.decorator_list]
-            if "rank_zero_only" in decorators:
-                yield from _collectives_in(source, node.body, "@rank_zero_only")
+        elif isinstance(node, ast.FunctionDef) and "rank_zero_only" in map(last_name, node.decorator_list):
+            yield from _collectives_in(source, node.body, "@rank_zero_only")
 
 
 def _rank_condition(test: ast.expr) -> str:
@@ -35,9 +33,9 @@ def _rank_condition(test: ast.expr) -> str:
         return {"zero": "others", "others": "zero"}.get(_rank_condition(test.operand), "")
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return next((found for found in map(_rank_condition, test.values) if found), "")
-    if _last(test) == "is_global_zero":
+    if last_name(test) == "is_global_zero":
         return "zero"
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and _last(test.left) in _RANKS:
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and last_name(test.left) in _RANKS:
         right = test.comparators[0]
         if isinstance(right, ast.Constant) and right.value == 0:
             return "zero" if isinstance(test.ops[0], ast.Eq) else "others"
@@ -77,9 +75,3 @@ def _is_collective(source: Source, node: ast.Call) -> bool:
         any(word in owner for word in ("trainer", "strategy", "collectives", "distributed", "dist")) or owner == "self"
     )
     return node.func.attr in _COLLECTIVE and (of_the_run or source.is_trainer(node.func.value))
-
-
-def _last(node: ast.AST) -> str:
-    if isinstance(node, ast.Call):
-        return _last(node.func)
-    return getattr(node, "attr", getattr(node, "id", ""))

@@ -31,9 +31,6 @@ _MODULE_METHODS: Final = {"training_step", "configure_optimizers"}
 class _Unknown:
     """The value of an expression that is known only at run time."""
 
-    def __bool__(self) -> bool:
-        return True
-
 
 UNKNOWN: Final = _Unknown()
 
@@ -217,6 +214,13 @@ def _theirs(target: str) -> str:
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Return the functions in the body of a class."""
     return [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def last_name(node: ast.AST) -> str:
+    """Return the last part of the dotted name that `node` is or calls; empty if it is something else."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func)
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def short(node: ast.AST, limit: int = 60) -> str:

@@ -8,12 +8,15 @@ from typing import Any, Final
 
 import libcst as cst
 
+from stratagem.stack.lightning_callbacks import HOOKS
+from stratagem.training.events import arguments_of
+from stratagem.training.lightning_names import CALLED_WITH
 from stratagem_migrate import installed
 from stratagem_migrate.definitions import is_hook_as_it_is
 from stratagem_migrate.rewriting.edits import Edits, Renamer, expression, with_statements_first
 from stratagem_migrate.rewriting.rank_zero import GUARD, decorator_of
 from stratagem_migrate.rewriting.references import Namespace
-from stratagem_migrate.source import Source, methods
+from stratagem_migrate.source import Source, constant, methods
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -50,8 +53,7 @@ def _is_called(source: Source, name: str) -> bool:
 
 
 def _drop_former(edits: Edits, method: _Function) -> None:
-    events = [name for name in installed.hooks().get(method.name, ()) if name not in ("trainer", "module", "run")]
-    known = installed.called_with().get(method.name, tuple(events))
+    known = CALLED_WITH.get(method.name) or arguments_of(method.name)
     former = (*_FORMER, "optimizer") if method.name == "backward" else _FORMER
     given = [each.arg for each in method.args.args[1:]]
     gone = [name for name in given if name in former and name not in known and not _uses(method, name)]
@@ -91,7 +93,7 @@ def rewrite_callbacks(edits: Edits, names: Namespace) -> None:
 
 def _is_plain_hook(source: Source, method: _Function) -> bool:
     plain = not method.decorator_list or decorator_of(source, method) is not None
-    known = method.name in installed.hooks() and method.name not in installed.other_times()
+    known = method.name in installed.hooks() and method.name not in HOOKS
     return known and plain and isinstance(method, ast.FunctionDef)
 
 
@@ -168,10 +170,6 @@ def _is_callback(source: Source, base: ast.expr) -> bool:
 def _returns_a_value(method: _Function) -> bool:
     """Whether the method returns what Lightning used: state to save, or -1."""
     return any(
-        isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value)
+        isinstance(node, ast.Return) and node.value is not None and constant(node.value) is not None
         for node in ast.walk(method)
     )
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None

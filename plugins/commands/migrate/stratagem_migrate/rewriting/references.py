@@ -123,7 +123,7 @@ def _rewrite_import(edits: Edits, names: Namespace, statement: ast.Import) -> No
         bound = alias.asname or alias.name.partition(".")[0]
         is_theirs = within_lightning(alias.name) is not None and not names.is_shadowed(bound)
         if not (is_theirs and _rewrite_uses(edits, names, bound)):
-            kept.append(_as_written(alias))
+            kept.append(ast.unparse(alias))
     if len(kept) < len(statement.names):
         new = [f"import {each}" for each in kept]
         _replace_import(edits, statement, new)
@@ -197,10 +197,10 @@ def _rewrite_from(edits: Edits, names: Namespace, statement: ast.ImportFrom) -> 
             if gone:
                 changed = True
             else:
-                new.setdefault(str(statement.module), []).append(_as_written(alias))
+                new.setdefault(str(statement.module), []).append(ast.unparse(alias))
             continue
         if not _can_replace(edits, bound, alias.name):
-            new.setdefault(str(statement.module), []).append(_as_written(alias))
+            new.setdefault(str(statement.module), []).append(ast.unparse(alias))
             continue
         changed = True
         module, name = _rename(edits, names, statement, alias, target)
@@ -377,7 +377,3 @@ def _is_annotation(source: Source, node: ast.AST) -> bool:
             return False
         child = parent
     return False
-
-
-def _as_written(alias: ast.alias) -> str:
-    return f"{alias.name} as {alias.asname}" if alias.asname else alias.name

@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from stratagem_migrate import hydra_calls, installed
+from stratagem_migrate import hydra_calls
 from stratagem_migrate.names import NAMES
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code
@@ -112,9 +112,9 @@ class _Trainer:
                 self.edits.replaced.add(each.func)
             elif name == "plugins" and len(elements) == 1 and isinstance(value, ast.Call) and counterpart is not None:
                 kind = (counterpart.plugin or ("", ""))[0]
-                if installed.ARGUMENTS.get(kind) not in ("strategy", "environment"):
+                if kind not in ("strategy", "environment"):
                     return None
-                new.append((installed.ARGUMENTS[kind], None))
+                new.append((kind, None))
                 self.has_ddp |= counterpart.plugin == ("strategy", "ddp")
             else:
                 return None
