@@ -129,12 +129,12 @@ def test_what_is_recommended_exists():
     tables = [
         own.SELF,
         own._DATA,
-        trainers._TRAINER,
+        trainers.TRAINER,
         installed.uncalled_methods(),
         installed.uncalled_by_data_modules(),
     ]
     advice = [text for table in [*tables, installed.uncalled_by_callbacks()] for row in table.values() for text in row]
-    advice += trainers._STRATEGY.values()
+    advice += trainers.STRATEGY.values()
     text = "\n".join(advice)
 
     assert set(re.findall(r"trainer\.(\w+)", text)) <= installed.trainer_attributes()
@@ -148,7 +148,7 @@ def test_what_is_recommended_exists():
 def test_what_the_tables_replace_is_not_there():
     """A row about something that stratagem has too would never be read."""
     assert not arguments.MOVED.keys() & installed.trainer_arguments()
-    assert not trainers._TRAINER.keys() & installed.trainer_attributes()
+    assert not trainers.TRAINER.keys() & installed.trainer_attributes()
     assert not own.SELF.keys() & installed.module_attributes()
     assert not own._DATA.keys() & installed.data_attributes()
     for theirs, replaced in names.OPTIONS.items():

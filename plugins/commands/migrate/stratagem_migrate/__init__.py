@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -25,14 +24,13 @@ from stratagem_migrate import (
     own,
     ranks,
     trainers,
+    yaml_files,
 )
 from stratagem_migrate.findings import CERTAINTIES, CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, content_of
+from stratagem_migrate.yaml_files import YamlFile
 
-if TYPE_CHECKING:
-    from stratagem_migrate.yaml_files import YamlFile
-
-    _File = Source | YamlFile
+_File = Source | YamlFile
 
 #: Functions that take a script and yield findings; the order does not matter.
 RULES = (
@@ -92,7 +90,7 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_File], int]:
     for path in paths:
         try:
             content = content_of(path)
-            sources.append(_yaml_file(path, content) if path.suffix in files.YAML else Source(path, content))
+            sources.append(YamlFile(path, content) if path.suffix in files.YAML else Source(path, content))
         except ConfigError as error:
             print(f"stratagem: {error}", file=sys.stderr)
             failed = 1
@@ -101,14 +99,7 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_File], int]:
     return [each.with_roles(roles) if isinstance(each, Source) else each for each in sources], failed
 
 
-def _yaml_file(path: Path, content: bytes) -> YamlFile:
-    from stratagem_migrate.yaml_files import YamlFile  # imports yaml, which other commands do not need
-
-    return YamlFile(path, content)
-
-
 def _rewrite_all(sources: Sequence[_File]) -> tuple[list[tuple[files.Rewritten, _File]], int]:
-    from stratagem_migrate import yaml_files
     from stratagem_migrate.rewriting import rewrite  # imports libcst
 
     rewritten, failed = [], 0
@@ -125,8 +116,10 @@ def _rewrite_all(sources: Sequence[_File]) -> tuple[list[tuple[files.Rewritten, 
 def _left(file: files.Rewritten, source: _File, in_new: bool) -> list[Finding]:
     """Return what is left to do, with the lines of the new text or of the old one."""
     content = file.new.encode(file.encoding)
-    is_script = isinstance(source, Source)
-    after: _File = Source(file.path, content, source.elsewhere) if is_script else _yaml_file(file.path, content)
+    if isinstance(source, Source):
+        after: _File = Source(file.path, content, source.elsewhere)
+    else:
+        after = YamlFile(file.path, content)
     new = [each for each in examine_file(after) if each.certainty != SAME]
     if not in_new:
         new = [attrs.evolve(each, line=file.old_line(each.line)) for each in new]
@@ -145,11 +138,7 @@ def _only_in_lightning(source: _File) -> list[Finding]:
 
 def examine_file(file: _File) -> list[Finding]:
     """Return the findings about a script or a YAML file."""
-    if isinstance(file, Source):
-        return examine(file)
-    from stratagem_migrate import yaml_files
-
-    return yaml_files.examine(file, examine)
+    return examine(file) if isinstance(file, Source) else yaml_files.examine(file, examine)
 
 
 def examine(source: Source) -> list[Finding]:

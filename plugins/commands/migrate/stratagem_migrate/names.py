@@ -231,16 +231,14 @@ DROP_IN: Final = frozenset({
 })  # fmt: skip
 #: Names of Lightning's utilities that other packages have: module and name.
 ELSEWHERE: Final[dict[str, tuple[str, str]]] = {
-    "STEP_OUTPUT": ("typing", "Any"),
-    "OptimizerLRScheduler": ("typing", "Any"),
-    "TRAIN_DATALOADERS": ("typing", "Any"),
-    "EVAL_DATALOADERS": ("typing", "Any"),
-    "EPOCH_OUTPUT": ("typing", "Any"),
-    "LRSchedulerType": ("typing", "Any"),
-    "LRSchedulerTypeUnion": ("typing", "Any"),
+    **dict.fromkeys(
+        ("STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "EPOCH_OUTPUT",
+         "LRSchedulerType", "LRSchedulerTypeUnion"),
+        ("typing", "Any"),
+    ),
     "apply_to_collection": ("lightning_utilities.core.apply_func", "apply_to_collection"),
     "AttributeDict": ("stratagem.training.hyperparameters", "Hyperparameters"),
-}
+}  # fmt: skip
 
 #: Positional arguments of Lightning's classes, in order.
 POSITIONS: Final = {

@@ -93,13 +93,9 @@ def _log(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
         named = ", ".join(f"{name}={value}" for name, value in zip(LOG_ORDER, rest, strict=False))
         yield source.finding(node, CHANGE, f"self.{method}(..., {', '.join(rest)})", f"self.{method}(..., {named})",
                              "options are keywords")  # fmt: skip
+    known = installed.log_options() | {"name", "value", "dictionary", "values"}
     for keyword in node.keywords:
-        if keyword.arg is not None and keyword.arg not in installed.log_options() | {
-            "name",
-            "value",
-            "dictionary",
-            "values",
-        }:
+        if keyword.arg is not None and keyword.arg not in known:
             yield source.finding(keyword, CHANGE, f"self.{method}(..., {short(keyword)})", "leave it out",
                                  nearest(keyword.arg, installed.log_options()))  # fmt: skip
 

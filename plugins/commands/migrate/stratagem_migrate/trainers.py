@@ -13,7 +13,7 @@ from stratagem_migrate.findings import CHANGE, CHECK, Finding
 from stratagem_migrate.source import Source, short
 
 #: Attributes of Lightning's Trainer that ours does not have, and their replacements.
-_TRAINER: Final[dict[str, tuple[str, str]]] = {
+TRAINER: Final[dict[str, tuple[str, str]]] = {
     "tune": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they run when fit starts"),
     "tuner": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they run when fit starts"),
     "lr_find": ('callbacks=["learning_rate_finder"]', "it runs when fit starts"),
@@ -35,8 +35,10 @@ _TRAINER: Final[dict[str, tuple[str, str]]] = {
     "from_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
     "parse_argparser": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
 }
+#: Attributes of Lightning's Trainer for its strategy.
+STRATEGIES: Final = ("strategy", "training_type_plugin", "accelerator")
 #: Replacements of methods and attributes of Lightning's strategies.
-_STRATEGY: Final = {
+STRATEGY: Final = {
     "barrier": "trainer.run.collectives.barrier()",
     "broadcast": "trainer.run.collectives.broadcast_object(value)",
     "reduce": "trainer.run.collectives.all_reduce(tensor)",
@@ -48,10 +50,10 @@ _STRATEGY: Final = {
     "world_size": "trainer.world_size",
 }
 #: Renamed keywords of fit, validate, test, predict and save_checkpoint.
-_KEYWORDS: Final = {
-    "train_dataloader": "train_dataloaders=",
-    "val_dataloaders": "dataloaders=",
-    "test_dataloaders": "dataloaders=",
+KEYWORDS: Final = {
+    "train_dataloader": "train_dataloaders",
+    "val_dataloaders": "dataloaders",
+    "test_dataloaders": "dataloaders",
 }
 STAGES: Final = ("fit", "validate", "test", "predict", "save_checkpoint")
 
@@ -75,13 +77,13 @@ def _on_trainer(source: Source, node: ast.Attribute) -> bool:
 def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]:
     name, parent = node.attr, source.parents.get(node)
     old = f"{short(node.value)}.{name}"
-    if name in ("strategy", "training_type_plugin", "accelerator") and isinstance(parent, ast.Attribute):
-        if parent.attr in _STRATEGY:
-            yield source.finding(node, CHANGE, f"{old}.{parent.attr}", _STRATEGY[parent.attr])
+    if name in STRATEGIES and isinstance(parent, ast.Attribute):
+        if parent.attr in STRATEGY:
+            yield source.finding(node, CHANGE, f"{old}.{parent.attr}", STRATEGY[parent.attr])
     elif name in installed.trainer_attributes() | source.set_on_trainers or _is_special(name):
         return
-    elif name in _TRAINER:
-        yield source.finding(node, CHANGE, old, *_TRAINER[name])
+    elif name in TRAINER:
+        yield source.finding(node, CHANGE, old, *TRAINER[name])
     elif name in installed.trainer_arguments():
         yield source.finding(node, CHANGE, old, f"{short(node.value)}.settings.{name}")
     else:
@@ -97,16 +99,16 @@ def _is_special(name: str) -> bool:
 def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
     if method not in STAGES:
         return
-    known = installed.parameters("Trainer", method)
+    known, given = installed.parameters("Trainer", method), {keyword.arg for keyword in node.keywords}
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in known:
-            new = _KEYWORDS.get(keyword.arg, "leave it out")
+            new = f"{KEYWORDS[keyword.arg]}=" if keyword.arg in KEYWORDS else "leave it out"
             yield source.finding(keyword, CHANGE, f"{method}({short(keyword)})", new)
     if method in ("validate", "test") and len(node.args) > 2:
         yield source.finding(node, CHANGE, f"{method}({', '.join(map(short, node.args))})",
                              f"{method}({short(node.args[0])}, {short(node.args[1])}, name=value)",
                              f"the next arguments are {' and '.join(list(known)[2:])}")  # fmt: skip
-    if method in ("validate", "test", "predict") and not node.args and _names(node).isdisjoint({"model", "ckpt_path"}):
+    if method in ("validate", "test", "predict") and not node.args and given.isdisjoint({"model", "ckpt_path"}):
         yield source.finding(
             node, CHECK, f"trainer.{method}() without a model", f'trainer.{method}(ckpt_path="best")',
             "stratagem uses the weights at the end of training, Lightning those of the best checkpoint; the data "
@@ -133,10 +135,6 @@ def unshuffled(source: Source) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def _names(node: ast.Call) -> set[str]:
-    return {keyword.arg for keyword in node.keywords if keyword.arg is not None}
-
-
 # --- Other functions -------------------------------------------------------------------------------------------
 
 
@@ -146,18 +144,13 @@ def loading(source: Source) -> Iterator[Finding]:
         return
     replaced = {"hparams_file": "arguments of __init__ by name",
                 "weights_only": "nothing: a checkpoint never runs code"}  # fmt: skip
-    known = {*installed.parameters("Module", "load_from_checkpoint")} - {"weights_only"}
     for node in source.nodes:
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "load_from_checkpoint"
-        ):
-            for keyword in node.keywords:
-                if keyword.arg in replaced and keyword.arg not in known:
-                    yield source.finding(
-                        keyword, CHANGE, f"load_from_checkpoint({short(keyword)})", replaced[keyword.arg]
-                    )
+        match node:
+            case ast.Call(func=ast.Attribute(attr="load_from_checkpoint")):
+                for keyword in node.keywords:
+                    if keyword.arg in replaced:
+                        old = f"load_from_checkpoint({short(keyword)})"
+                        yield source.finding(keyword, CHANGE, old, replaced[keyword.arg])
 
 
 def seeds(source: Source) -> Iterator[Finding]:

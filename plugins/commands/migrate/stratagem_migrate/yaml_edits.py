@@ -44,17 +44,14 @@ class YamlEdits:
 
     def inline(self, mapping: yaml.MappingNode, key: yaml.Node, value: yaml.MappingNode) -> bool:
         """Move the entries of `value` up into `mapping`, and drop `key`; return whether that is possible."""
-        if mapping.flow_style:
-            if not value.flow_style:
-                return False
-            if not value.value:
-                self._remove(mapping, key, value)
-                return True
-            self._span(key.start_mark.index, value.start_mark.index + 1, "")
-            self._span(value.end_mark.index - 1, value.end_mark.index, "")
-            return True
+        if mapping.flow_style and not value.flow_style:
+            return False
         if not value.value:
             self._remove(mapping, key, value)
+            return True
+        if mapping.flow_style:
+            self._span(key.start_mark.index, value.start_mark.index + 1, "")
+            self._span(value.end_mark.index - 1, value.end_mark.index, "")
             return True
         if value.flow_style:
             parts = [self._text[each.start_mark.index : _end(inner)] for each, inner in value.value]
@@ -154,10 +151,6 @@ def as_yaml(text: str) -> str | None:
     value = constant(ast.parse(text, mode="eval").body)
     if value is UNKNOWN:
         return None
-    if isinstance(value, str):
-        return (
-            value
-            if _PLAIN.fullmatch(value) and value not in ("null", "true", "false", "yes", "no")
-            else json.dumps(value)
-        )
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value not in ("null", "true", "false", "yes", "no"):
+        return value
     return json.dumps(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +50,6 @@ class YamlFile:
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
         self.encoding = "utf-8-sig" if content.startswith(b"\xef\xbb\xbf") else "utf-8"
-        self.elsewhere: Mapping[str, str] = {}
         try:
             self.text = content.decode(self.encoding)
             self.root: Any = yaml.compose(self.text, yaml.SafeLoader)

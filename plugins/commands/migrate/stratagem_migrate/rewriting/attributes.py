@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import libcst as cst
@@ -17,17 +18,12 @@ from stratagem_migrate.source import UNKNOWN, Source, constant, methods
 #: Attributes of a module that one expression replaces.
 _SELF: Final = ("on_gpu", "on_tpu", "use_ddp", "datamodule")
 #: Attributes of a trainer that one expression replaces.
-_TRAINER: Final = {
-    "training_type_plugin": "strategy", "precision_plugin": "precision",
-    "root_gpu": "run.device", "root_device": "run.device", "proc_rank": "global_rank",
-    "running_sanity_check": "sanity_checking", "progress_bar_dict": "progress_bar_metrics",
-}  # fmt: skip
+_TRAINER: Final = (
+    "training_type_plugin", "precision_plugin", "root_gpu", "root_device", "proc_rank", "running_sanity_check",
+    "progress_bar_dict",
+)  # fmt: skip
 #: Attributes of a trainer's strategy that one expression on the trainer replaces.
-_STRATEGY: Final = {
-    "root_device": "run.device", "model": "run.model", "is_global_zero": "is_global_zero",
-    "global_rank": "global_rank", "world_size": "world_size",
-}  # fmt: skip
-_STRATEGIES: Final = ("strategy", "training_type_plugin", "accelerator")
+_STRATEGY: Final = ("root_device", "model", "is_global_zero", "global_rank", "world_size")
 
 
 def rewrite_on_self(edits: Edits) -> None:
@@ -37,12 +33,7 @@ def rewrite_on_self(edits: Edits) -> None:
         for node in ast.walk(cls):
             if isinstance(node, ast.Attribute) and own.is_self(node.value) and isinstance(node.ctx, ast.Load):
                 name = node.attr
-                if (
-                    name in _SELF
-                    and stored is not None
-                    and name not in stored
-                    and name not in installed.module_attributes()
-                ):
+                if name in _SELF and stored is not None and name not in stored:
                     edits.replace(node, own.SELF[name][0])
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and own.is_self(node.func.value):
                 _rewrite_own_call(edits, node, node.func.attr)
@@ -121,7 +112,7 @@ def _rewrite_attribute(edits: Edits, node: ast.Attribute) -> None:
     parent, source = edits.source.parents.get(node), edits.source
     if node.attr in source.set_on_trainers:
         return
-    if node.attr in _STRATEGIES and isinstance(parent, ast.Attribute):
+    if node.attr in trainers.STRATEGIES and isinstance(parent, ast.Attribute):
         call = source.parents.get(parent)
         if parent.attr == "barrier" and isinstance(call, ast.Call) and call.func is parent:
             edits.at(call, lambda old: expression(f"{_trainer_of(old.func)}.run.collectives.barrier()", old))
@@ -129,14 +120,14 @@ def _rewrite_attribute(edits: Edits, node: ast.Attribute) -> None:
             if len(call.args) == 1 and not call.keywords:
                 edits.at(parent, lambda old: expression(f"{_trainer_of(old)}.run.collectives.broadcast_object", old))
         elif parent.attr in _STRATEGY:
-            new = _STRATEGY[parent.attr]
+            new = trainers.STRATEGY[parent.attr].removeprefix("trainer.")
             edits.at(parent, lambda old: expression(f"{_trainer_of(old)}.{new}", old))
         elif node.attr == "training_type_plugin":
             edits.at(node, lambda old: expression(f"{code(old.value)}.strategy", old))
     elif node.attr == "get_model" and isinstance(parent, ast.Call) and not parent.args:
         edits.at(parent, lambda old: expression(f"{code(old.func.value)}.module", old))
-    elif node.attr in _TRAINER and node.attr not in installed.trainer_attributes():
-        new = _TRAINER[node.attr]
+    elif node.attr in _TRAINER:
+        new = trainers.TRAINER[node.attr][0].removeprefix("trainer.")
         edits.at(node, lambda old: expression(f"{code(old.value)}.{new}", old))
 
 
@@ -145,25 +136,16 @@ def _trainer_of(strategys: Any) -> str:
     return code(strategys.value.value)
 
 
-_STAGE_KEYWORDS: Final = {
-    "train_dataloader": "train_dataloaders", "val_dataloaders": "dataloaders", "test_dataloaders": "dataloaders",
-}  # fmt: skip
-
-
 def _rewrite_stage(edits: Edits, node: ast.Call, method: str) -> None:
     if method not in trainers.STAGES:
         return
     known = frozenset(installed.parameters("Trainer", method))
     given = {each.arg for each in node.keywords}
     for keyword in node.keywords:
-        new = _STAGE_KEYWORDS.get(keyword.arg or "")
+        new = trainers.KEYWORDS.get(keyword.arg or "")
         if keyword.arg is not None and keyword.arg not in known and new in known and new not in given:
-            edits.at(node, _keyword_renamed(keyword.arg, new))
+            edits.at(node, partial(call_arguments.rename, old=keyword.arg, new=new))
     _drop_keywords(edits, node, {"weights_only": _is(None, False), "verbose": _is(True)}, known - {"weights_only"})
-
-
-def _keyword_renamed(old: str, new: str) -> Callable[[Any], Any]:
-    return lambda call: call_arguments.rename(call, old, new)
 
 
 def _rewrite_loading(edits: Edits, node: ast.Call) -> None:
@@ -224,11 +206,7 @@ def _drop_keywords(
     for keyword in node.keywords:
         name = keyword.arg
         if name is not None and name not in known and name in dropped and dropped[name](keyword.value):
-            edits.at(node, _without(name))
-
-
-def _without(name: str) -> Callable[[Any], Any]:
-    return lambda call: call_arguments.remove(call, name)
+            edits.at(node, partial(call_arguments.remove, name=name))
 
 
 def _always(_: ast.expr) -> bool:

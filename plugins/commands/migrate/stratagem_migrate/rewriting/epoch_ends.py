@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import libcst as cst
@@ -97,7 +98,7 @@ def _rewrite(edits: Edits, cls: ast.ClassDef, own: dict[str, _Function], stage: 
         (stage.on_batch_end, _collect(stage, own.get(stage.on_batch_end)), "self, outputs, batch, batch_idx"),
     ):
         if name in own:
-            edits.at(own[name], _statements_first(statements))
+            edits.at(own[name], partial(with_statements_first, statements=statements))
         else:
             if inherits:  # a class in between may define it, too
                 statements = [f"super().{name}({header.removeprefix('self').removeprefix(', ')})", *statements]
@@ -106,10 +107,6 @@ def _rewrite(edits: Edits, cls: ast.ClassDef, own: dict[str, _Function], stage: 
     if stage.step == "training_step":
         edits.add_import("import torch")
     edits.at(own[stage.epoch_end], lambda function: _epoch_end(function, stage, outputs, before))
-
-
-def _statements_first(statements: list[str]) -> Any:
-    return lambda function: with_statements_first(function, statements)
 
 
 def _collect(stage: _Stage, method: _Function | None) -> list[str]:

@@ -84,8 +84,8 @@ class _Trainer:
         if name != "callbacks":
             self.result.pop(name)
         self.result |= dict(here)
-        for statement in {"timedelta": ["from datetime import timedelta"]}.get(_called(here), []):
-            self.edits.add_import(statement)
+        if name == "max_time":
+            self.edits.add_import("from datetime import timedelta")
 
         def change(call: Any) -> Any:
             for each in added:
@@ -243,13 +243,6 @@ def _binds(node: ast.Name) -> bool:
     return not isinstance(node.ctx, ast.Load)
 
 
-def _called(new: list[tuple[str, str | None]]) -> str:
-    return next((text.partition("(")[0] for _, text in new if text is not None), "")
-
-
-def _order(name: str) -> tuple[int, str]:
+def _order(name: str) -> tuple[bool, str]:
     """Rewrite what names a strategy before what only repeats it, and the batch size before the learning rate."""
-    return (
-        ["plugins", "auto_scale_batch_size"].index(name) if name in ("plugins", "auto_scale_batch_size") else 9,
-        name,
-    )
+    return name not in ("plugins", "auto_scale_batch_size"), name
