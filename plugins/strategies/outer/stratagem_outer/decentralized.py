@@ -8,7 +8,7 @@ import torch
 from attrs import define, field
 
 from stratagem.api.validators import at_least
-from stratagem_outer.messages import averages
+from stratagem_outer.messages import average_in_place
 from stratagem_outer.outer_strategy import OuterStrategy
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ class DecentralizedStrategy(OuterStrategy):
         return self._steps % self.period == 0
 
     def _sync(self, run: RunContext) -> None:
-        mine = self._local_parameters()
         mix = self._mix_with_partner if self.topology == "random" else _mix_with_both_neighbors
-        for name, mixed in averages(mine, self._sync_group, run.device, mix):
-            mine[name].copy_(mixed)
+        average_in_place(self._local_parameters(), self._sync_group, run.device, mix)
 
     def _mix_with_partner(self, message: Tensor, group: Collectives) -> Tensor:
         other = partner(group.rank, group.world_size, self._steps)

@@ -27,7 +27,13 @@ from torch import Tensor
 from stratagem.api import Collectives, Plugin, hookimpl
 from stratagem.api.options import options
 from stratagem.errors import ConfigError
-from stratagem_outer.messages import averages, broadcast_from_first, is_averaged, local_tensor, mean_where_different
+from stratagem_outer.messages import (
+    average_in_place,
+    broadcast_from_first,
+    is_averaged,
+    local_tensor,
+    mean_where_different,
+)
 from stratagem_outer.nested import copied_if_shared, on_cpu, on_device, without_shards
 from stratagem_outer.optimizers import averaged_moments, check_optimizers, local_state, restore_local_state
 
@@ -118,10 +124,8 @@ class DivergingReplicas(Plugin):
             self._reset_for(run)
         wrapped = yield
         with torch.no_grad():
-            tensors = _held(_model(run).named_parameters()) | _held(_model(run).named_buffers())
-            broadcast_from_first(
-                {name: local_tensor(tensor) for name, tensor in tensors.items()}, self._sync_group, run.device
-            )
+            tensors = _local(_held(_model(run).named_parameters())) | _local_buffers(run)
+            broadcast_from_first(tensors, self._sync_group, run.device)
         return wrapped
 
     @hookimpl(wrapper=True)
@@ -192,7 +196,7 @@ class DivergingReplicas(Plugin):
 
     def _local_parameters(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained parameter, by name, sharing its memory."""
-        return {name: local_tensor(parameter) for name, parameter in self._trained.items()}
+        return _local(self._trained)
 
     # --- The average in evaluation -------------------------------------------------------------------------------
 
@@ -204,21 +208,8 @@ class DivergingReplicas(Plugin):
     def on_validation_end(self, run: RunContext) -> None:
         self._restore_own_values(run)
 
-    @hookimpl(tryfirst=True)
-    def on_test_start(self, run: RunContext) -> None:
-        self._swap_in_average(run)
-
-    @hookimpl(trylast=True)
-    def on_test_end(self, run: RunContext) -> None:
-        self._restore_own_values(run)
-
-    @hookimpl(tryfirst=True)
-    def on_predict_start(self, run: RunContext) -> None:
-        self._swap_in_average(run)
-
-    @hookimpl(trylast=True)
-    def on_predict_end(self, run: RunContext) -> None:
-        self._restore_own_values(run)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     @hookimpl(tryfirst=True)
     def on_train_end(self, run: RunContext) -> None:
@@ -227,13 +218,9 @@ class DivergingReplicas(Plugin):
         self._swap_in_average(run)
         self._own_values, self._parameters_in_sync, self._in_sync = None, True, True
         self._finish_pending_sync()
-        counts = {
-            name: buffer for name, buffer in _held(_model(run).named_buffers()).items() if not is_averaged(buffer)
-        }
+        counts = {name: buffer for name, buffer in _local_buffers(run).items() if not is_averaged(buffer)}
         with torch.no_grad():
-            broadcast_from_first(
-                {name: local_tensor(buffer) for name, buffer in counts.items()}, self._sync_group, run.device
-            )
+            broadcast_from_first(counts, self._sync_group, run.device)
         if self._num_syncs == 0 and run.is_global_zero:
             warnings.warn(
                 f"{self.path} trained {self._steps} steps without a sync, and averaged the models only at the end; "
@@ -251,10 +238,8 @@ class DivergingReplicas(Plugin):
             self._own_values = on_cpu(tensors)
             parameters = {name: tensor for name, tensor in tensors.items() if name in self._trained}
             buffers = {name: tensor for name, tensor in tensors.items() if name not in self._trained}
-            for name, mean in averages(parameters, self._sync_group, run.device):
-                tensors[name].copy_(mean)
-            for name, mean in averages(buffers, self._sync_group, run.device, mean_where_different):
-                tensors[name].copy_(mean)
+            average_in_place(parameters, self._sync_group, run.device)
+            average_in_place(buffers, self._sync_group, run.device, mean_where_different)
 
     def _restore_own_values(self, run: RunContext) -> None:
         if self._own_values is None:
@@ -269,11 +254,7 @@ class DivergingReplicas(Plugin):
         """Return the trained parameters and the buffers that may differ between teams now, by name."""
         if self._in_sync:
             return {}
-        buffers = {
-            name: local_tensor(buffer)
-            for name, buffer in _held(_model(run).named_buffers()).items()
-            if is_averaged(buffer)
-        }
+        buffers = {name: buffer for name, buffer in _local_buffers(run).items() if is_averaged(buffer)}
         return buffers if self._parameters_in_sync else self._local_parameters() | buffers
 
     # --- State ---------------------------------------------------------------------------------------------------
@@ -301,8 +282,7 @@ class DivergingReplicas(Plugin):
         with torch.no_grad():
             moments = averaged_moments(optimizer, self._sync_group)
             own = on_cpu(moments)
-            for name, mean in averages(moments, self._sync_group, run.device):
-                moments[name].copy_(mean)
+            average_in_place(moments, self._sync_group, run.device)
             try:
                 state = yield
                 return self._without_duplicate_shards(copied_if_shared(state, moments), run)
@@ -354,9 +334,7 @@ class DivergingReplicas(Plugin):
 
     def _is_compatible(self, state: dict[str, Any], run: RunContext) -> bool:
         """Whether a rank's saved values fit this rank: the same number of teams, and shards of the same shapes."""
-        own = self._local_parameters() | {
-            name: local_tensor(buffer) for name, buffer in _held(_model(run).named_buffers()).items()
-        }
+        own = self._local_parameters() | _local_buffers(run)
         return state["num_teams"] == self._sync_group.world_size and all(
             name in own and own[name].shape == tensor.shape for name, tensor in state["values"].items()
         )
@@ -377,6 +355,15 @@ class DivergingReplicas(Plugin):
 def _held(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return those of the tensors by name that this rank has: others may belong to other stages of a pipeline."""
     return {name: tensor for name, tensor in named if not tensor.is_meta}
+
+
+def _local(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of each tensor, by name, sharing its memory."""
+    return {name: local_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _local_buffers(run: RunContext) -> dict[str, Tensor]:
+    return _local(_held(_model(run).named_buffers()))
 
 
 def _model(run: RunContext) -> torch.nn.Module:

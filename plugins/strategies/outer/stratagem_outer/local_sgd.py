@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import define, field
 
 from stratagem.api.validators import at_least
-from stratagem_outer.messages import averages
+from stratagem_outer.messages import average_in_place
 from stratagem_outer.outer_strategy import OuterStrategy
 
 if TYPE_CHECKING:
@@ -33,7 +33,5 @@ class LocalSGDStrategy(OuterStrategy):
         return self._steps <= self.start_step or (self._steps - self.start_step) % self.period == 0
 
     def _sync(self, run: RunContext) -> None:
-        mine = self._local_parameters()
-        for name, mean in averages(mine, self._sync_group, run.device):
-            mine[name].copy_(mean)
+        average_in_place(self._local_parameters(), self._sync_group, run.device)
         self._parameters_in_sync = True

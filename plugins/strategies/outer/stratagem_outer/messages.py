@@ -86,6 +86,14 @@ def averages(
         yield from unflatten(message, tensors, names)
 
 
+def average_in_place(
+    tensors: Mapping[str, Tensor], group: Collectives, device: torch.device, average: Average = plain_mean
+) -> None:
+    """Overwrite each of `tensors` with its `average` over `group`. Collective."""
+    for name, mean in averages(tensors, group, device, average):
+        tensors[name].copy_(mean)
+
+
 def broadcast_from_first(tensors: Mapping[str, Tensor], group: Collectives, device: torch.device) -> None:
     """Overwrite `tensors` with those of the first rank of `group`. Collective."""
     for names in group_into_messages(tensors):

@@ -11,7 +11,7 @@ from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Co
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_outer.diverging_replicas import DivergingReplicas
-from stratagem_outer.messages import averages
+from stratagem_outer.messages import average_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -101,6 +101,5 @@ class PostLocalSGD(DivergingReplicas, CommHook):
 
     def _sync(self, run: RunContext) -> None:
         mine = {} if self._subgroup is self._sync_group else self._local_parameters()
-        for name, mean in averages(mine, self._sync_group, run.device):
-            mine[name].copy_(mean)
+        average_in_place(mine, self._sync_group, run.device)
         self._parameters_in_sync = True
