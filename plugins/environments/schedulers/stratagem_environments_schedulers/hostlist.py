@@ -27,11 +27,6 @@ def expand(text: str, name: str) -> list[str]:
     return hosts
 
 
-def first_host(text: str, name: str) -> str:
-    """Return the first host of a host list."""
-    return expand(text, name)[0]
-
-
 def expand_counts(text: str, name: str) -> list[int]:
     """Return the count of each node: ``"2(x2),1"`` is [2, 2, 1].
 

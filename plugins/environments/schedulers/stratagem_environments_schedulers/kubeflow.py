@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from attrs import define, frozen
 
-from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
+from stratagem.api import Environment, Evidence, World, hookimpl
 from stratagem.distributed.process_variables import launched_world, was_launched
 from stratagem.errors import ConfigError
-from stratagem_environments_schedulers.variables import check_rank, check_run, count, maybe, seen
+from stratagem_environments_schedulers.variables import check_rank, check_run, count, evidence_in, maybe, seen
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -32,14 +32,10 @@ class KubeflowEnvironment(Environment):
     """Pods of a PyTorchJob or a TrainJob that start the script once; the run starts the other processes of its pod."""
 
     def detect(self) -> Evidence | None:
-        if _rank_name(os.environ) is None:
+        rank_name = _rank_name(os.environ)
+        if rank_name is None:
             return None
-        missing = _missing(os.environ)
-        return Evidence(
-            seen(os.environ, (_rank_name(os.environ), "PET_NNODES", "WORLD_SIZE"))
-            + (f" and {', '.join(missing)} not set" if missing else ""),
-            Confidence.PARTIAL if missing else Confidence.CERTAIN,
-        )
+        return evidence_in(os.environ, (rank_name, "PET_NNODES", "WORLD_SIZE"), _missing(os.environ))
 
     def processes_exist(self) -> bool:
         return was_launched(os.environ)

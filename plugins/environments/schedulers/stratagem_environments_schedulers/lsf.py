@@ -22,7 +22,7 @@ from stratagem_environments_schedulers.variables import (
     check_rank,
     check_run,
     count,
-    main_address,
+    evidence_in,
     main_port,
     maybe,
     own_processes,
@@ -45,11 +45,7 @@ class LSFEnvironment(Environment):
         variables = os.environ
         if _RANK in variables or _SIZE in variables:
             missing = [name for name in (_RANK, _SIZE, _LOCAL_RANK) if name not in variables]
-            return Evidence(
-                seen(variables, (_RANK, _SIZE)) + (f" and {', '.join(missing)} not set" if missing else ""),
-                Confidence.PARTIAL if missing else Confidence.CERTAIN,
-                rank=maybe(variables, _RANK), world_size=maybe(variables, _SIZE),
-            )  # fmt: skip
+            return evidence_in(variables, (_RANK, _SIZE), missing, rank=_RANK, size=_SIZE)
         if "LSB_JOBID" not in variables:
             return None
         if why := started_elsewhere(variables):
@@ -124,7 +120,7 @@ def _read(variables: Mapping[str, str]) -> World:
     check_rank(rank, size, _RANK, _SIZE)
     check_rank(local_rank, local_size, _LOCAL_RANK, _LOCAL_SIZE)
     several = local_size < size
-    address = main_address(variables, computing[0] if computing else None)
+    address = variables.get("MASTER_ADDR") or (computing[0] if computing else None)
     if several and address is None:
         raise ConfigError(
             f"{seen(variables, (_SIZE, _LOCAL_SIZE))}, and neither LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS lists hosts",

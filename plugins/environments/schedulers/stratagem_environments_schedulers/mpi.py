@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, frozen
 
-from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
+from stratagem.api import Environment, Evidence, World, hookimpl
 from stratagem.distributed.process_variables import was_launched
 from stratagem.errors import ConfigError
 from stratagem_environments_schedulers.variables import (
@@ -21,6 +21,7 @@ from stratagem_environments_schedulers.variables import (
     check_rank,
     check_run,
     count,
+    evidence_in,
     main_port,
     maybe,
     own_processes,
@@ -75,13 +76,8 @@ class MPIEnvironment(Environment):
             return None
         first = found[0]
         missing = [name for name in first.names if name not in os.environ]
-        return Evidence(
-            seen(os.environ, [name for each in found for name in (each.rank, each.size)])
-            + (f" and {', '.join(missing)} not set" if missing else ""),
-            Confidence.PARTIAL if missing else Confidence.CERTAIN,
-            rank=maybe(os.environ, first.rank),
-            world_size=maybe(os.environ, first.size),
-        )
+        names = [name for each in found for name in (each.rank, each.size)]
+        return evidence_in(os.environ, names, missing, rank=first.rank, size=first.size)
 
     def processes_exist(self) -> bool:
         return _several(os.environ) or was_launched(os.environ)
@@ -90,9 +86,7 @@ class MPIEnvironment(Environment):
         return read_local(os.environ).local_world_size if _several(os.environ) else None
 
     def num_nodes(self) -> int | None:
-        if not _several(os.environ):
-            return None
-        return _num_nodes(read_local(os.environ), os.environ)
+        return _num_nodes(read_local(os.environ), os.environ) if _several(os.environ) else None
 
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:

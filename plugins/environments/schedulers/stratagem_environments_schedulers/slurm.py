@@ -18,14 +18,14 @@ from attrs import define, evolve, frozen
 from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
 from stratagem.distributed.process_variables import was_launched
 from stratagem.errors import ConfigError, nearest
-from stratagem_environments_schedulers.hostlist import expand_counts, first_host
+from stratagem_environments_schedulers.hostlist import expand, expand_counts
 from stratagem_environments_schedulers.slurm_job import job_name, num_restarts, requeue_command
 from stratagem_environments_schedulers.variables import (
     check_present,
     check_rank,
     check_run,
     count,
-    main_address,
+    evidence_in,
     main_port,
     maybe,
     own_processes,
@@ -79,14 +79,10 @@ class SlurmEnvironment(Environment):
             if "SLURM_JOB_ID" not in variables:
                 return None
             return Evidence(_why_no_task(variables), Confidence.IN_JOB)
-        names = ("SLURM_STEP_ID", "SLURM_PROCID", _first(variables, _NUM_TASKS))
+        size = _first(variables, _NUM_TASKS)
         missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID") if name not in variables]
-        return Evidence(
-            seen(variables, names) + (f" and {', '.join(missing)} not set" if missing else ""),
-            Confidence.PARTIAL if missing else Confidence.CERTAIN,
-            rank=maybe(variables, "SLURM_PROCID"),
-            world_size=maybe(variables, _first(variables, _NUM_TASKS)),
-        )
+        names = ("SLURM_STEP_ID", "SLURM_PROCID", size)
+        return evidence_in(variables, names, missing, rank="SLURM_PROCID", size=size)
 
     def processes_exist(self) -> bool:
         return _is_set_of_tasks(os.environ) or was_launched(os.environ)
@@ -195,7 +191,7 @@ class Step:
         if hosts is None:
             raise _missing(_HOSTS)
         job, step = variables.get("SLURM_JOB_ID", ""), maybe(variables, "SLURM_STEP_ID") or 0
-        address = main_address(variables) or first_host(variables[hosts], hosts)
+        address = variables.get("MASTER_ADDR") or expand(variables[hosts], hosts)[0]
         return World(
             rank=rank, local_rank=local_rank, node_rank=node_rank, world_size=self.size,
             local_world_size=self.local_size, num_nodes=self.num_nodes,

@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from stratagem.api import World
+from stratagem.api import Confidence, Evidence, World
 from stratagem.distributed.process_variables import launched_world, was_launched
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem.api import Evidence, RunContext
+    from stratagem.api import RunContext
 
 #: Ports that are derived from a job: above those of services, below those that Linux gives to clients.
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
@@ -48,15 +48,34 @@ def seen(variables: Mapping[str, str], names: Iterable[str | None]) -> str:
     return " and ".join(f"{name} is {variables[name]!r}" for name in names if name is not None and name in variables)
 
 
+def evidence_in(
+    variables: Mapping[str, str],
+    names: Iterable[str | None],
+    missing: list[str],
+    *,
+    rank: str | None = None,
+    size: str | None = None,
+) -> Evidence:
+    """Return the evidence of a process that a scheduler started, which is certain if no variable is missing.
+
+    Args:
+        names: the variables that prove it.
+        missing: those that such a process has, and this one has not.
+        rank: the variable with the rank.
+        size: the variable with the number of processes.
+    """
+    return Evidence(
+        seen(variables, names) + (f" and {', '.join(missing)} not set" if missing else ""),
+        Confidence.PARTIAL if missing else Confidence.CERTAIN,
+        rank=maybe(variables, rank),
+        world_size=maybe(variables, size),
+    )
+
+
 def check_rank(rank: int, size: int, rank_name: str, size_name: str) -> None:
     """Refuse a rank that is not below its count."""
     if rank >= size:
         raise ConfigError(f"{rank_name} is {rank} and {size_name} is {size}", expected=f"0 to {size - 1}")
-
-
-def main_address(variables: Mapping[str, str], default: str | None = None) -> str | None:
-    """Return the address that the user exported, else `default`."""
-    return variables.get("MASTER_ADDR") or default
 
 
 def main_port(variables: Mapping[str, str], default: int) -> int:
