@@ -7,13 +7,20 @@ and a filter.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 from stratagem.api.options import option_types
 from stratagem.config.settings import CHOICES
 from stratagem.config.sources import DOTTED
 from stratagem.errors import StratagemError
 from stratagem.stack import registry
+from stratagem_fit.schema import class_of
+
+_Options = dict[tuple[str, registry.Entry], Mapping[str, Any]]
 
 #: What completes a line: the filter, which calls shtab's function.
 FUNCTION = "_stratagem_of_chosen"
@@ -22,17 +29,14 @@ FUNCTION = "_stratagem_of_chosen"
 COMMANDS = ("fit", "validate", "test", "predict")
 
 
-def options_by_choice() -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return the options of each installed plugin whose options a command line sets, by kind and name."""
+@cache
+def options_by_choice() -> _Options:
+    """Return options with types of each installed plugin whose options a command line sets, by kind and entry."""
     found = {}
     for kind in DOTTED:
         for entry in registry.entries(CHOICES.get(kind, kind)):
-            try:
-                target = entry.load()
-                cls = target if isinstance(target, type) else type(target())  # a preset is made by a function
-            except StratagemError:  # a broken package, or one for another machine, has no options
-                continue
-            found[kind, entry.name] = tuple(option_types(cls))
+            with contextlib.suppress(StratagemError):  # a broken package, or one for another machine, has no options
+                found[kind, entry] = option_types(class_of(entry))
     return found
 
 
@@ -69,8 +73,8 @@ declare -gA _stratagem_takes=({table})
 """
 
 
-def _bash(script: str, options: dict[tuple[str, str], tuple[str, ...]]) -> str:
-    table = " ".join(f"['{kind} {name}']=' {' '.join(taken)} '" for (kind, name), taken in options.items())
+def _bash(script: str, options: _Options) -> str:
+    table = " ".join(f"['{kind} {entry.name}']=' {' '.join(taken)} '" for (kind, entry), taken in options.items())
     body, complete, rest = script.rpartition("\ncomplete ")
     wrapper = _BASH.format(table=table, function=FUNCTION)
     return f"{body}\n{wrapper}{complete}{rest.replace('_shtab_stratagem ', f'{FUNCTION} ')}"
@@ -111,8 +115,8 @@ typeset -gA _stratagem_takes=({table})
 """
 
 
-def _zsh(script: str, options: dict[tuple[str, str], tuple[str, ...]]) -> str:
-    table = " ".join(f"'{kind} {name}' ' {' '.join(taken)} '" for (kind, name), taken in options.items())
+def _zsh(script: str, options: _Options) -> str:
+    table = " ".join(f"'{kind} {entry.name}' ' {' '.join(taken)} '" for (kind, entry), taken in options.items())
     body, condition, end = script.rpartition("\nif [[ $zsh_eval_context")
     wrapper = _ZSH.format(table=table, function=FUNCTION, commands=" ".join(COMMANDS))
     return f"{body}\n{wrapper}{condition}{end.replace('_shtab_stratagem ', f'{FUNCTION} ')}"
@@ -139,10 +143,10 @@ end
 """
 
 
-def _fish(script: str, options: dict[tuple[str, str], tuple[str, ...]]) -> str:
+def _fish(script: str, options: _Options) -> str:
     cases = "\n".join(
-        f"    case '{kind} {name}'\n      contains -- $argv[2] {' '.join(taken)}"
-        for (kind, name), taken in options.items()
+        f"    case '{kind} {entry.name}'\n      contains -- $argv[2] {' '.join(taken)}"
+        for (kind, entry), taken in options.items()
     )
     condition = re.compile(r"(-n '_shtab_stratagem_using \w+)(' -l trainer\.(\w+)\.(\w+) )")
     body, first, end = script.partition("\ncomplete -c stratagem -e")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem.api import Command
+from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -135,11 +136,6 @@ def explain(job: Job) -> str:
     for plan in (job.model, job.data):
         if plan is not None:
             lines.append(f"{plan.path} {plan.class_path}  ({plan.origin})")
-            lines += [f"|   {name} = {shown(value, None)}  ({plan.origins[name]})" for name, value in _shown(plan)]
+            for name, value in plan.arguments.items():
+                lines.append(f"|   {name} = {shown(redact(name, value), None)}  ({plan.origins[name]})")
     return "\n".join([*lines, job.trainer().explain()])
-
-
-def _shown(plan: Any) -> list[tuple[str, Any]]:
-    from stratagem.api.redaction import redact
-
-    return [(name, redact(name, value)) for name, value in plan.arguments.items()]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from stratagem.api import Command
 from stratagem.api.kinds import KINDS
 from stratagem.api.options import option_types
 from stratagem.config.settings import CHOICES, TrainerSettings
-from stratagem.config.sources import DOTTED
-from stratagem.errors import StratagemError
 from stratagem.stack import registry
-from stratagem_fit.chosen_options import COMMANDS, of_chosen
+from stratagem_fit.chosen_options import COMMANDS, of_chosen, options_by_choice
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -96,24 +93,13 @@ def _add_run_file(parser: argparse.ArgumentParser) -> None:
         action = parser.add_argument(f"--trainer.{name}", choices=_choices(name, annotation))
         if name in ("default_root_dir", "lock"):
             _complete_files(action)
-    for name, choices in _plugin_options().items():
-        parser.add_argument(f"--trainer.{name}", choices=choices)
-
-
-@cache
-def _plugin_options() -> dict[str, tuple[str, ...] | None]:
-    """Return ``KIND.OPTION`` of all installed plugins of the kinds whose options a command line sets, with values."""
-    found: dict[str, tuple[str, ...] | None] = {}
-    for kind in DOTTED:
-        for entry in registry.entries(CHOICES.get(kind, kind)):
-            try:
-                target = entry.load()
-            except StratagemError:  # a broken package has no options
-                continue
-            if isinstance(target, type):
-                for name, annotation in option_types(target).items():
-                    found.setdefault(f"{kind}.{name}", _choices("", annotation))
-    return found
+    found: dict[str, Any] = {}
+    for (kind, entry), options in options_by_choice().items():
+        if isinstance(entry.load(), type):  # a preset sets some of them
+            for name, annotation in options.items():
+                found.setdefault(f"{kind}.{name}", annotation)
+    for name, annotation in found.items():
+        parser.add_argument(f"--trainer.{name}", choices=_choices("", annotation))
 
 
 def _choices(name: str, annotation: Any) -> tuple[str, ...] | None:

@@ -37,14 +37,10 @@ class Job:
         from stratagem import DataModule, Module
 
         trainer = self.trainer()
-        self.seed()
+        seed(self.file.seed)
         model = _build(self.model, Module, "stratagem.Module")
         data = None if self.data is None else _build(self.data, DataModule, "stratagem.DataModule")
         return trainer, model, data
-
-    def seed(self) -> None:
-        """Seed everything, if the file has a seed."""
-        seed(self.file.seed)
 
 
 def prepare(path: str | Path, words: Sequence[str]) -> Job:

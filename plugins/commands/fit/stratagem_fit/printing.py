@@ -15,10 +15,10 @@ from stratagem.config.environment import from_environment
 from stratagem.config.settings import CHOICES, PluginOption, TrainerSettings, gather
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
-from stratagem.stack.construction import make
 from stratagem_fit.job import Job
 from stratagem_fit.plans import Plan, find
 from stratagem_fit.runfile import parse_text
+from stratagem_fit.schema import class_of
 from stratagem_fit.signatures import parameters
 
 #: Marks a value that a run file cannot express.
@@ -122,9 +122,7 @@ def _parsed(kind: str, name: str, options: Mapping[str, PluginOption]) -> dict[s
     """Return `options` of the plugin called `name`; text is parsed by the type of the option."""
     if not any(option.text for option in options.values()):
         return {name: option.value for name, option in options.items()}
-    entry = registry.find(kind, name)
-    target = entry.load()
-    types = option_types(target if isinstance(target, type) else type(make(entry, {})))
+    types = option_types(class_of(registry.find(kind, name)))
     return {
         option: convert(each.value, types[option], f"{kind}.{option}", text=True)
         if each.text and option in types
