@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 
@@ -51,7 +50,7 @@ class Run(Command):
         for name, known in (("launcher", ("auto", *LAUNCHERS, "jsrun")), ("submit", tuple(TARGETS))):
             action = parser.add_argument(f"--{name}", metavar="NAME", help=", ".join(known))
             action.completions = known  # type: ignore[attr-defined]  # read by `stratagem completion`
-        declare(parser.add_argument_group("options of launchers and targets"), _titled())  # type: ignore[arg-type]
+        declare(parser.add_argument_group("options of launchers and targets"), {**LAUNCHERS, **TARGETS})  # type: ignore[arg-type]
         # argparse would take arguments of the script for its own, and end the program with its usage.
         parser.parse_known_args = _Reader(parser)  # type: ignore[method-assign, assignment]
 
@@ -71,10 +70,6 @@ class Run(Command):
             print(line)
             return 0
         return execute(start)
-
-
-def _titled() -> dict[str, type[Any]]:
-    return {title.rpartition(" ")[2]: cls for title, cls in _CLASSES.items()}
 
 
 def _submit(arguments: argparse.Namespace, given: Mapping[str, object], started: Program) -> int:

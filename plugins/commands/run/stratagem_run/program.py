@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from stratagem.errors import ConfigError, nearest
 
@@ -46,10 +46,6 @@ class Start:
 
     words: list[str]
     variables: Mapping[str, str]
-
-    def exporting(self, variables: Mapping[str, str]) -> Start:
-        """Return the same command with more `variables`."""
-        return evolve(self, variables={**self.variables, **variables})
 
 
 def program(

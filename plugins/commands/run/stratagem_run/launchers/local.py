@@ -35,4 +35,4 @@ class Local(Static, Nodes, Launcher):
             own["STRATAGEM_TRAINER_NUM_NODES"] = nodes
         else:
             self.refuse_addresses("--nodes is 1")
-        return Start(program.words, {name: str(value) for name, value in own.items()}).exporting(program.variables)
+        return Start(program.words, {name: str(value) for name, value in own.items()} | {**program.variables})

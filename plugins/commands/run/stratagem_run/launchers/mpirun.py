@@ -36,9 +36,7 @@ class Mpirun(Extra, Nodes, Launcher):
 
     def start(self, program: Program, variables: Mapping[str, str]) -> Start:
         check_started_once(variables, "mpirun")
-        devices = self.devices
-        if devices is None:
-            devices = default_devices()
+        devices = default_devices() if self.devices is None else self.devices
         if self._count() == 1 and self.hosts is None:
             check_devices(devices, {**variables, **program.variables})
         path = self._program()
@@ -117,20 +115,13 @@ def open_mpi(layout: Layout) -> list[str]:
 
 def mpich(layout: Layout) -> list[str]:
     """Return the options of hydra, MPICH's mpirun; it passes the whole environment to every process."""
-    _refuse_oversubscribe(layout, "MPICH")
-    return [
-        "-np", str(layout.world_size), "-ppn", str(layout.devices),
-        *(["-hosts", ",".join(layout.hosts)] if layout.hosts else []),
-        *(["-bind-to", f"core:{layout.cpus}"] if layout.cpus is not None else []),
-    ]  # fmt: skip
+    return [*_of_hydra(layout, "MPICH"), *(["-bind-to", f"core:{layout.cpus}"] if layout.cpus is not None else [])]
 
 
 def intel_mpi(layout: Layout) -> list[str]:
     """Return the options of Intel MPI. In an allocation of a scheduler it would ignore -ppn without the variable."""
-    _refuse_oversubscribe(layout, "Intel MPI")
     return [
-        "-np", str(layout.world_size), "-ppn", str(layout.devices),
-        *(["-hosts", ",".join(layout.hosts)] if layout.hosts else []),
+        *_of_hydra(layout, "Intel MPI"),
         "-genv", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "0",
         *(["-genv", "I_MPI_PIN", "0"] if layout.cpus is None else ["-genv", "I_MPI_PIN_DOMAIN", str(layout.cpus)]),
     ]  # fmt: skip
@@ -162,8 +153,11 @@ def implementation_of(program: str) -> Callable[[Layout], list[str]]:
     )  # fmt: skip
 
 
-def _refuse_oversubscribe(layout: Layout, name: str) -> None:
+def _of_hydra(layout: Layout, name: str) -> list[str]:
+    """Return the options that MPICH and Intel MPI share."""
     if layout.oversubscribe:
         raise ConfigError(
             f"--oversubscribe is set and mpirun is that of {name}, which always allows it", do="leave it out"
         )
+    hosts = ["-hosts", ",".join(layout.hosts)] if layout.hosts else []
+    return ["-np", str(layout.world_size), "-ppn", str(layout.devices), *hosts]
