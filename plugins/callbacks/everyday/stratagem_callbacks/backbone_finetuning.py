@@ -79,8 +79,6 @@ class BackboneFinetuning(Callback):
         assert run.module is not None, "set before optimizers are made"
         if self._unfrozen:  # a resumed run: the parameter group of the checkpoint
             self._add_group(run, run.module, optimizers)
-            for parameter in self._backbone(run.module).parameters():
-                parameter.requires_grad = True
         return optimizers
 
     @hookimpl
@@ -108,8 +106,6 @@ class BackboneFinetuning(Callback):
 
     def _unfreeze(self, trainer: TrainerView, module: nn.Module) -> None:
         self._unfrozen = True
-        for parameter in self._backbone(module).parameters():
-            parameter.requires_grad = True
         for part, training in self._modes:
             part.training = training
         self._add_group(trainer.run, module, trainer.optimizers)
@@ -118,14 +114,16 @@ class BackboneFinetuning(Callback):
         if len(optimizers) != 1:
             raise ConfigError(f"backbone_finetuning found {len(optimizers)} optimizers", expected="one")
         (optimizer,) = optimizers
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        new = [parameter for parameter in self._backbone(module).parameters() if id(parameter) not in known]
+        parameters = list(self._backbone(module).parameters())
+        new = BaseFinetuning.filter_on_optimizer(optimizer, parameters)
         if not new:
             raise ConfigError(
                 f"{type(module).__name__}.configure_optimizers gave the frozen backbone to the optimizer",
                 expected="only parameters that require gradients",
                 do="filter them: `filter(lambda p: p.requires_grad, self.parameters())`",
             )
+        for parameter in parameters:
+            parameter.requires_grad = True
         rate = float(optimizer.param_groups[0]["lr"]) * self.backbone_initial_ratio_lr
         optimizer.add_param_group({"params": new, "lr": rate, "initial_lr": rate})
         follow_new_group(run, optimizer, rate, "backbone_finetuning")

@@ -9,6 +9,7 @@ from attrs import define, evolve, field
 from stratagem.api import Callback, hookimpl
 from stratagem.api.traffic import Count
 from stratagem.errors import ConfigError
+from stratagem_callbacks.logged_metrics import log
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext, TrainerView
@@ -51,14 +52,12 @@ class CommStats(Callback):
         if step == self._step_before or step % trainer.settings.log_every_n_steps:
             return
         metrics = self._metrics(run, step - self._step_before)
-        trainer.callback_metrics.update(metrics)
+        log(trainer, metrics, step)
         if self.show_in_progress_bar:
             shown = {"comm_mb": metrics["comm/bytes_per_step"] / 1e6}
             if "comm/compression_ratio" in metrics:
                 shown["comm_ratio"] = metrics["comm/compression_ratio"]
             trainer.bar_metrics.update(shown)
-        if trainer.is_global_zero:
-            run.log_metrics(metrics, step)
         self._before, self._step_before = _copy(run.collectives.traffic.counts), step
         self._buckets_before = _copy(run.collectives.traffic.buckets)
 

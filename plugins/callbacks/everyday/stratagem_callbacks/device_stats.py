@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
-from stratagem.errors import ConfigError
+from stratagem_callbacks.logged_metrics import check_has_logger
 
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
@@ -25,10 +25,8 @@ class DeviceStats(Callback):
 
     @hookimpl
     def setup(self, trainer: TrainerView, stage: str) -> None:
-        if stage == "fit" and not (trainer.loggers or trainer.fast_dev_run):
-            raise ConfigError(
-                "device_stats has no logger to log to", expected="a logger", do="drop logger=False, or the callback"
-            )
+        if stage == "fit":
+            check_has_logger(trainer, "device_stats")
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
@@ -69,6 +67,4 @@ class DeviceStats(Callback):
     def on_train_end(self) -> None:
         self._process = None
 
-    @hookimpl
-    def on_exception(self) -> None:
-        self._process = None
+    on_exception = on_train_end

@@ -68,20 +68,13 @@ class BaseFinetuning(Callback):
             train_bn: BatchNorm is trained all the same; otherwise its running statistics are not updated either.
         """
         for part in BaseFinetuning.flatten_modules(modules):
-            frozen = not (train_bn and isinstance(part, _NORMS))
-            if isinstance(part, _NORMS):
-                part.track_running_stats = not frozen
-            for parameter in part.parameters(recurse=False):
-                parameter.requires_grad = not frozen
+            _set_trained(part, train_bn and isinstance(part, _NORMS))
 
     @staticmethod
     def make_trainable(modules: nn.Module | Iterable[Any]) -> None:
         """Compute gradients of the parameters of `modules`."""
         for part in BaseFinetuning.flatten_modules(modules):
-            if isinstance(part, _NORMS):
-                part.track_running_stats = True
-            for parameter in part.parameters(recurse=False):
-                parameter.requires_grad = True
+            _set_trained(part, True)
 
     @staticmethod
     def filter_on_optimizer(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -167,6 +160,14 @@ class BaseFinetuning(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore them."""
         self._groups = state["finetuned_groups"]
+
+
+def _set_trained(part: nn.Module, trained: bool) -> None:
+    """Train the parameters of `part` itself, or freeze them; and so the running statistics of a BatchNorm module."""
+    if isinstance(part, _NORMS):
+        part.track_running_stats = trained
+    for parameter in part.parameters(recurse=False):
+        parameter.requires_grad = trained
 
 
 def follow_new_group(run: Any, optimizer: torch.optim.Optimizer, rate: float, who: str) -> None:

@@ -6,10 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define
 
 from stratagem.api import Callback, hookimpl
 from stratagem.errors import ConfigError
+from stratagem_callbacks.logged_metrics import check_has_logger, log
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext, TrainerView
@@ -25,14 +26,9 @@ class GradientNorms(Callback):
     #: Log the norm of each parameter's gradient, too, as ``grad_norm/<name>``; not with sharded parameters.
     per_parameter: bool = False
 
-    _last_step: int = field(init=False, default=-1)
-
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
-        if not (trainer.loggers or trainer.fast_dev_run):
-            raise ConfigError(
-                "gradient_norms has no logger to log to", expected="a logger", do="drop logger=False, or the callback"
-            )
+        check_has_logger(trainer, "gradient_norms")
         if self.per_parameter and trainer.run.shards_parameters:
             raise ConfigError(
                 f"gradient_norms.per_parameter is True and {trainer.run.title_of(trainer.run.strategy)} shards "
@@ -54,9 +50,7 @@ class GradientNorms(Callback):
         metrics: dict[str, Any] = {name: float(run.clip_gradients(optimizer, max_norm=math.inf))}
         if self.per_parameter:
             metrics |= _norms({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
-        trainer.callback_metrics.update(metrics)
-        if trainer.is_global_zero:
-            run.log_metrics(metrics, step)
+        log(trainer, metrics, step)
 
 
 def _norms(gradients: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -58,10 +58,6 @@ class Interruption(OwnCheckpoint):
     #: A validation is under way, and no callback has used its metrics: a fit that resumes repeats it as a whole.
     _can_leave_validation: bool = field(init=False, default=False)
 
-    def folder(self, trainer: TrainerView) -> Path:
-        """Return the folder to save in."""
-        return self.folder_with_others(trainer, self.dirpath)
-
     @hookimpl
     def on_fit_start(self, trainer: TrainerView) -> None:
         if self._acts(trainer):

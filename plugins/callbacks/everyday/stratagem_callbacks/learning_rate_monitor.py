@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
-from stratagem.errors import ConfigError
+from stratagem_callbacks.logged_metrics import check_has_logger, log
 
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
@@ -39,12 +39,7 @@ class LearningRateMonitor(Callback):
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
-        if not (trainer.loggers or trainer.fast_dev_run):
-            raise ConfigError(
-                "learning_rate_monitor has no logger to log to",
-                expected="a logger",
-                do="drop logger=False, or the callback",
-            )
+        check_has_logger(trainer, "learning_rate_monitor")
         self._used = dict(self._values(trainer))
 
     @hookimpl
@@ -77,9 +72,7 @@ class LearningRateMonitor(Callback):
 
     def _log(self, trainer: TrainerView) -> None:
         self.lrs = self._used
-        trainer.callback_metrics.update(self.lrs)
-        if trainer.is_global_zero:
-            trainer.run.log_metrics(dict(self.lrs), trainer.global_step)
+        log(trainer, dict(self.lrs), trainer.global_step)
 
     def _values(self, trainer: TrainerView) -> Any:
         seen: dict[str, int] = {}

@@ -30,18 +30,17 @@ class OwnCheckpoint(Callback):
 
     roles: ClassVar[frozenset[str]] = frozenset({"checkpoint-folder"})
 
+    #: Folder to save in; that of the first callback with checkpoints, or ``<default_root_dir>/checkpoints``.
+    dirpath: Path | None = None
+
     #: Paths that this run, and the run that it resumes, wrote; saved in each checkpoint.
     _written: list[str] = field(init=False, factory=list)
     _resumes: bool = field(init=False, default=False)
 
     def folder(self, trainer: TrainerView) -> Path:
         """Return the folder to save in."""
-        raise NotImplementedError
-
-    def folder_with_others(self, trainer: TrainerView, dirpath: Path | None) -> Path:
-        """Return `dirpath`, else the folder of the first callback with checkpoints, else ``checkpoints``."""
-        if dirpath is not None:
-            return as_path(dirpath)
+        if self.dirpath is not None:
+            return as_path(self.dirpath)
         others = [each for each in trainer.callbacks if each is not self and has_role(each, "checkpoint-folder")]
         return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
 

@@ -88,10 +88,6 @@ class Preemption(OwnCheckpoint):
         if not 0 < self.exit_code < 256:
             raise ConfigError(f"preemption.exit_code is {self.exit_code}", expected="a number from 1 to 255")
 
-    def folder(self, trainer: TrainerView) -> Path:
-        """Return the folder to save in."""
-        return self.folder_with_others(trainer, self.dirpath)
-
     def saved_on_signal(self, path: Path) -> bool:
         """Whether `path` has a name that this callback gives to its files; for ``ckpt_path="hpc"``."""
         name = Path(self.filename)
@@ -121,8 +117,6 @@ class Preemption(OwnCheckpoint):
                 expected="a batch job of a scheduler", do='submit one, or set preemption.requeue to "auto"',
             )  # fmt: skip
         self._command = command or []
-        if not self.signals:
-            raise ConfigError("preemption.signals is empty", expected="names of signals, such as ['SIGTERM']")
         for name in self.signals:
             self._handle(getattr(signal, name), self._signalled)
         if self._command and signal.SIGTERM not in self._earlier:
@@ -162,9 +156,7 @@ class Preemption(OwnCheckpoint):
     def on_exception(self) -> None:
         self._stop_watching()
 
-    @hookimpl
-    def teardown(self) -> None:
-        self._stop_watching()
+    teardown = on_exception
 
     # --- Signals -----------------------------------------------------------------------------------------------------
 

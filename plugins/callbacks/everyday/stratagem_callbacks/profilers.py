@@ -73,11 +73,8 @@ class SimpleProfiler(Callback):
             self.calls[action] += 1
 
     def _timed(self, action: str) -> Generator[None, T, T]:
-        self._begin(action)
-        try:
+        with self._measuring(action):
             return (yield)
-        finally:
-            self._end(action)
 
     @hookimpl(wrapper=True)
     def transfer_batch(self) -> Generator[None, Any, Any]:
@@ -404,14 +401,9 @@ class PyTorchProfiler(Callback):
 
     @hookimpl
     def on_train_end(self) -> None:
-        self._stop()
-
-    @hookimpl
-    def on_exception(self) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
         self._begin_region(None)
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()
+
+    on_exception = on_train_end

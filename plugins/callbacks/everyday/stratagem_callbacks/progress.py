@@ -78,7 +78,10 @@ class ProgressBar(Callback):
 
     @hookimpl
     def on_validation_batch_end(self) -> None:
-        self._advance()
+        if self._view is not None and self._view.evaluating:
+            self._view.advance()
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @hookimpl
     def on_validation_end(self) -> None:
@@ -90,24 +93,14 @@ class ProgressBar(Callback):
         self._start_pass(trainer, "test", trainer.num_test_batches)
 
     @hookimpl
-    def on_test_batch_end(self) -> None:
-        self._advance()
-
-    @hookimpl
     def on_test_end(self) -> None:
         self._end_pass()
+
+    on_predict_end = on_test_end
 
     @hookimpl
     def on_predict_start(self, trainer: TrainerView) -> None:
         self._start_pass(trainer, "predict", trainer.num_predict_batches)
-
-    @hookimpl
-    def on_predict_batch_end(self) -> None:
-        self._advance()
-
-    @hookimpl
-    def on_predict_end(self) -> None:
-        self._end_pass()
 
     @hookimpl
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
@@ -118,13 +111,7 @@ class ProgressBar(Callback):
     def on_train_end(self) -> None:
         self._close()
 
-    @hookimpl
-    def on_exception(self) -> None:
-        self._close()
-
-    @hookimpl
-    def teardown(self) -> None:
-        self._close()
+    on_exception = teardown = on_train_end
 
     def _start_pass(self, trainer: TrainerView, title: str, sizes: list[float]) -> None:
         """Show an evaluation, within training or alone."""
@@ -134,10 +121,6 @@ class ProgressBar(Callback):
         if self._standalone:
             self._open(trainer, training=False)
         self._view.start_pass(title, sum(sizes))
-
-    def _advance(self) -> None:
-        if self._view is not None and self._view.evaluating:
-            self._view.advance()
 
     def _end_pass(self) -> None:
         if self._view is not None:

@@ -14,6 +14,7 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
+from stratagem_callbacks.logged_metrics import check_has_logger, log
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -74,10 +75,7 @@ class Throughput(Callback):
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
-        if not (trainer.loggers or trainer.fast_dev_run):
-            raise ConfigError(
-                "throughput has no logger to log to", expected="a logger", do="drop logger=False, or the callback"
-            )
+        check_has_logger(trainer, "throughput")
         self._times = deque(maxlen=self.window)
         self._totals = [0, 0, 0]
         self._peak = self.available_flops or _peak_of(trainer.run.device)
@@ -118,9 +116,8 @@ class Throughput(Callback):
             return
         self._last_step = step
         rates = self.rates(trainer.run.mesh.num_data_shards)
-        trainer.callback_metrics.update(rates)
-        if trainer.is_global_zero and rates:
-            trainer.run.log_metrics(rates, step)
+        if rates:
+            log(trainer, rates, step)
 
     def rates(self, num_shards: int) -> dict[str, float]:
         """Return the metrics: totals of all ranks, but FLOPs of one device."""
