@@ -95,13 +95,7 @@ class CSVLogger(Logger):
     def on_fit_end(self) -> None:
         self.flush()
 
-    @hookimpl
-    def on_exception(self) -> None:
-        self.flush()
-
-    @hookimpl
-    def teardown(self) -> None:
-        self.flush()
+    on_exception = teardown = on_fit_end
 
     def flush(self) -> None:
         """Write buffered rows to the file."""
