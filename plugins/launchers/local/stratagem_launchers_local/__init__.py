@@ -108,7 +108,6 @@ class _FunctionLauncher(Launcher):
     def launch(self, main: Callable[[], Any], run: RunContext) -> Any:
         assert run.world is not None, "a launcher starts the processes of a world"
         self._prepare(run)
-        self._check(run)  # after the imports, which may initialize the CUDA driver
         main = self._pack(main)
         self._start_helpers()
         world, store = reserve_store(run.world)
@@ -134,11 +133,8 @@ class _FunctionLauncher(Launcher):
             store.close()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _check(self, run: RunContext) -> None:
-        """Raise an error if processes cannot be started in this way."""
-
     def _prepare(self, run: RunContext) -> None:
-        """Do once, before a fork, what every process would have to do."""
+        """Raise an error if processes cannot be started in this way; before a fork, do once what each would have to."""
 
     def _pack(self, main: Any) -> Any:
         return main
@@ -157,7 +153,7 @@ class SpawnLauncher(_FunctionLauncher):
         # Starting it unblocks the signals that `holding_signals` holds.
         resource_tracker.ensure_running()
 
-    def _check(self, run: RunContext) -> None:
+    def _prepare(self, run: RunContext) -> None:
         folder = os.environ.get(_IMPORTING)
         if folder is not None:
             error = ConfigError(
@@ -209,7 +205,11 @@ class ForkLauncher(_FunctionLauncher):
 
     start_method = "fork"
 
-    def _check(self, run: RunContext) -> None:
+    def _prepare(self, run: RunContext) -> None:
+        import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
+
+        run.preload()
+        # After the imports, which may initialize the CUDA driver.
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")
         uses_cuda = DEVICE_CUDA in run.accelerator.capabilities.provides
@@ -221,11 +221,6 @@ class ForkLauncher(_FunctionLauncher):
                 do="restart the notebook, create no tensor on a GPU before fit and set PYTORCH_NVML_BASED_CUDA_CHECK=1 "
                 "before torch is imported, or use another launcher",
             )
-
-    def _prepare(self, run: RunContext) -> None:
-        import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
-
-        run.preload()
 
 
 def _forks_can_initialize_cuda() -> bool:
