@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem_transforms.normalization import match_inputs
-
-if TYPE_CHECKING:
-    pass
 
 
 class AutocastSteps(nn.Module):

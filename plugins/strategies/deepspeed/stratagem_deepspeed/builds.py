@@ -121,7 +121,7 @@ def _compiled(builder: Any, library: _Library, verbose: bool) -> ModuleType:
     assert _original_jit_load is not None, "set by take_over"
     try:
         own = {"TORCH_EXTENSIONS_DIR": str(library.folder.parent), "PATH": _path(), **_architectures()}
-        with _variables(**own), warnings.catch_warnings():
+        with variables(**own), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _original_jit_load(builder, verbose)
     except Exception as error:
@@ -169,7 +169,7 @@ def check_tools(builder: Any) -> None:
         if shutil.which(tool, path=path) is None:
             raise _missing(builder.name, tool, package)
     if builder.name == "async_io":
-        with _variables(PATH=path):
+        with variables(PATH=path):
             if not builder.has_function("io_submit", ("aio",)):
                 raise _missing(builder.name, "libaio", "apt-get install libaio-dev")
 
@@ -191,9 +191,10 @@ def _path() -> str:
 
 
 @contextlib.contextmanager
-def _variables(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def variables(**values: str) -> Iterator[None]:
+    """Set environment variables within."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:

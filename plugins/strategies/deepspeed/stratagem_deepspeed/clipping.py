@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stratagem_deepspeed.patches import replaced
-
-if TYPE_CHECKING:
-    pass
 
 
 def gradient_norms(engine: Any) -> list[torch.Tensor]:

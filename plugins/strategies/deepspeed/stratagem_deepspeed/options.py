@@ -53,6 +53,18 @@ def _count(instance: Any, attribute: Any, value: Any) -> None:
     at_least(1)(instance, attribute, value)
 
 
+def level_number(level: int | str) -> int:
+    """Return a level of Python's logging, or its name, as a number.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+    if number is None:
+        raise ConfigError(f"{_PATH}.logging_level is {level!r}", expected="a level of Python's logging, such as 'INFO'")
+    return number
+
+
 @define(eq=False, kw_only=True, field_transformer=group_options_after("state_dict_type"))
 class DeepSpeedOptions(ProcessGroupStrategy):
     """The options. A `config` of the user\'s replaces all of those that describe the engine."""
@@ -151,45 +163,33 @@ class DeepSpeedOptions(ProcessGroupStrategy):
     #: ``Trainer(checkpoint=)`` selects, which every strategy reads.
     state_dict_type: Literal["deepspeed"] | None = None
 
-    _user_config: Mapping[str, Any] | None = field(init=False, default=None)
-    _origin: str = field(init=False, default=_PATH)
+    #: The user's configuration, checked; None if the options are used.
+    user_config: Mapping[str, Any] | None = field(init=False, default=None)
+    #: How error messages refer to the source of the engine's configuration.
+    origin: str = field(init=False, default=_PATH)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         check(self, _PATH)
-        if isinstance(self.logging_level, str) and self.logging_level.upper() not in logging.getLevelNamesMapping():
-            raise ConfigError(
-                f"{_PATH}.logging_level is {self.logging_level!r}",
-                expected="a level of Python's logging, such as 'INFO'",
-            )
+        level_number(self.logging_level)
         source, setting = self._source()
         if source is None:
             self._check_effects()
         else:
             self._check_alone(setting)
-            self._origin = setting if isinstance(source, Mapping) else f"{source} ({setting})"
-            self._user_config = ds_config.read(source, self._origin, setting)
+            self.origin = setting if isinstance(source, Mapping) else f"{source} ({setting})"
+            self.user_config = ds_config.read(source, self.origin, setting)
         zero_section.check_zero(self.zero, self.called)
         self._check_remote_device()
 
     # --- Derived settings ----------------------------------------------------------------------------------------
 
     @property
-    def user_config(self) -> Mapping[str, Any] | None:
-        """The user's configuration, checked; None if the options are used."""
-        return self._user_config
-
-    @property
-    def origin(self) -> str:
-        """How error messages refer to the source of the engine's configuration."""
-        return self._origin
-
-    @property
     def zero(self) -> Mapping[str, Any]:
         """The zero_optimization section of the options or of the user's configuration."""
-        if self._user_config is None:
+        if self.user_config is None:
             return self.zero_section()
-        section: Mapping[str, Any] = self._user_config.get("zero_optimization", {})
+        section: Mapping[str, Any] = self.user_config.get("zero_optimization", {})
         return section
 
     @property
@@ -210,12 +210,12 @@ class DeepSpeedOptions(ProcessGroupStrategy):
     @property
     def configured_optimizer(self) -> str | None:
         """The type of the optimizer that DeepSpeed makes, from the configuration."""
-        return None if self._user_config is None else self._user_config.get("optimizer", {}).get("type")
+        return None if self.user_config is None else self.user_config.get("optimizer", {}).get("type")
 
     @property
     def configured_scheduler(self) -> str | None:
         """The type of the scheduler that DeepSpeed makes, from the configuration."""
-        return None if self._user_config is None else self._user_config.get("scheduler", {}).get("type")
+        return None if self.user_config is None else self.user_config.get("scheduler", {}).get("type")
 
     def engine_dtype(self, policy: PrecisionPolicy) -> torch.dtype | None:
         """Return the 16-bit dtype that the engine computes in, None for 32 bits.
@@ -223,7 +223,7 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         Raises:
             ConfigError: 16 bits at stage 0.
         """
-        dtype = zero_section.engine_dtype(self._user_config, policy)
+        dtype = zero_section.engine_dtype(self.user_config, policy)
         if dtype is not None and self.zero_stage == 0:
             raise ConfigError(
                 f"{self.called('stage')} is 0 and the precision is {dtype}, with which DeepSpeed trains wrongly",
@@ -257,8 +257,8 @@ class DeepSpeedOptions(ProcessGroupStrategy):
 
     def called(self, key: str) -> str:
         """How the user wrote `key` of the zero_optimization section."""
-        if self._user_config is not None:
-            return f"zero_optimization.{key} of {self._origin}"
+        if self.user_config is not None:
+            return f"zero_optimization.{key} of {self.origin}"
         return f"{_PATH}.{zero_section.OPTIONS.get(key, key)}"
 
     # --- Contradictions ------------------------------------------------------------------------------------------

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def refuse_double_backward(engine: Any) -> None:

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ import torch
 from stratagem.errors import ConfigError
 from stratagem_deepspeed import builds
 from stratagem_deepspeed.ops import advise, ops_for, prepare_ops
+from stratagem_deepspeed.options import level_number
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -79,10 +80,10 @@ def load(device_type: str, logging_level: int | str = logging.WARNING) -> Module
     Raises:
         ConfigError: it is not installed, cannot be imported, or was imported for devices of another type.
     """
-    level = _level(logging_level)
+    level = level_number(logging_level)
     if "deepspeed" not in sys.modules:
         _check_variable(device_type)
-    with _variable("DS_ACCELERATOR", device_type):
+    with builds.variables(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device_type)):
         deepspeed = _imported()
         found = deepspeed.accelerator.get_accelerator().device_name()
     if found != device_type:
@@ -120,15 +121,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not logged_by_rank_0 and not any(noise in record.getMessage() for noise in _NOISE)
 
 
-def _level(level: int | str) -> int:
-    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
-    if number is None:
-        raise ConfigError(
-            f"strategy.deepspeed.logging_level is {level!r}", expected="a level of Python's logging, such as 'INFO'"
-        )
-    return number
-
-
 def _check_variable(device_type: str) -> None:
     wanted = os.environ.get("DS_ACCELERATOR", device_type)
     if wanted != device_type:
@@ -156,19 +148,6 @@ def _broken(error: Exception) -> ConfigError:
         f"deepspeed cannot be imported ({type(error).__name__}: {error})", expected="a package that fits this torch",
         do='pip install --force-reinstall --no-deps "deepspeed>=0.19.8"',
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable within, unless it is set already."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 # --- One run -----------------------------------------------------------------------------------------------------
