@@ -8,11 +8,12 @@ that all parts of a run have the same resolution.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import asdict, define, field
 
 #: Maximum buckets of one curve: more make checkpoints larger, and screens have fewer pixels.
 LIMIT = 2000
@@ -118,7 +119,6 @@ class Series:
 
 
 _CURVES = ("metrics", "rates", "speed", "memory")
-_TOTALS = ("seconds", "train_seconds", "steps", "batches", "first_step")
 
 
 @define(eq=False)
@@ -166,17 +166,12 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
-        curves = {
-            name: {key: series.state_dict() for key, series in getattr(self, name).items()} for name in _CURVES
-        }  # fmt: skip
-        totals = {name: getattr(self, name) for name in _TOTALS}
-        rest = {"results": dict(self.results), "resumed": list(self.resumed), "outcome": dict(self.outcome)}
-        return curves | totals | rest
+        curves = {name: {key: each.state_dict() for key, each in getattr(self, name).items()} for name in _CURVES}
+        return asdict(self, filter=lambda field, _: field.name not in _CURVES) | curves
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
         """Restore a history from its `state_dict`."""
         curves = {name: {key: Series.from_state(each) for key, each in state[name].items()} for name in _CURVES}
-        rest = {name: dict(state[name]) for name in ("results", "outcome")}
-        fields: dict[str, Any] = curves | {name: state[name] for name in _TOTALS} | rest
-        return cls(**fields, resumed=list(state["resumed"]))
+        rest: dict[str, Any] = {name: value for name, value in state.items() if name not in _CURVES}
+        return cls(**copy.deepcopy(rest) | curves)
