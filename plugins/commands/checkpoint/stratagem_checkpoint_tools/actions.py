@@ -21,7 +21,7 @@ from stratagem.stack.formats import format_named, name_of_format, read_any, read
 def inspect(arguments: argparse.Namespace) -> int:
     path = as_path(arguments.path)
     state = read_any(path, arguments.trust)
-    tensors = dict(_tensors(state["state_dict"]))
+    tensors = {name: value for name, value in state["state_dict"].items() if hasattr(value, "shape")}
     report = {
         "path": str(path),
         "bytes": _size(path),
@@ -166,10 +166,6 @@ def _format_for(target: Path) -> str:
 
 
 # --- Helpers -----------------------------------------------------------------------------------------------------
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in state.items() if hasattr(value, "shape"))
 
 
 def _size(path: Path) -> int:

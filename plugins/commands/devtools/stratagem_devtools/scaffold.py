@@ -6,18 +6,16 @@ The files of `templates` are filled in with `string.Template`; `<kind>.py.txt` i
 from __future__ import annotations
 
 import builtins
-import contextlib
 import keyword
 import os
 import re
-import shutil
-from collections.abc import Iterator
+import tempfile
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from stratagem.api.kinds import KINDS
-from stratagem.config.settings import CHOICES
+from stratagem.config.settings import argument_of
 from stratagem.errors import ConfigError, nearest
 from stratagem.stack import registry
 
@@ -37,10 +35,12 @@ def write(kind: str, name: str, into: Path) -> Path:
     folder = into / distribution
     _check_folder(into, folder)
     try:
-        with _staged(folder) as staging:
+        with tempfile.TemporaryDirectory(prefix=".staged-", dir=into) as temporary:
+            staging = Path(temporary, distribution)
             for path, text in content.items():
                 (staging / path).parent.mkdir(parents=True, exist_ok=True)
                 (staging / path).write_text(text, encoding="utf-8")
+            staging.rename(folder)
     except OSError as error:
         raise ConfigError(
             f"{folder} could not be written ({error.strerror or error})",
@@ -63,7 +63,7 @@ def render(kind: str, name: str) -> dict[str, str]:
     values = {
         "kind": kind,
         "words": _words(KINDS[kind].base.__name__),
-        "argument": next(argument for argument, chosen in CHOICES.items() if chosen == kind),
+        "argument": argument_of(kind),
         "name": name,
         "Class": _class_name(name, plugin.template),
         "VARIABLE": name.upper(),
@@ -178,16 +178,3 @@ def _check_folder(into: Path, folder: Path) -> None:
             expected="a new folder",
             do="choose another name, or another folder with --into; nothing was written",
         )
-
-
-@contextlib.contextmanager
-def _staged(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `folder` at the end of the block, or removed after an exception."""
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.staged")
-    try:
-        staging.mkdir()
-        yield staging
-        staging.rename(folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
