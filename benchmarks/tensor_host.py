@@ -3,7 +3,7 @@
 python benchmarks/tensor_host.py [--rounds 15]
 
 One process stands for a rank of two: messages of its group send nothing, and tensors are so small that only the host's
-work is measured. The block is Llama's (RMSNorm, rotary positions, grouped attention, SwiGLU), written without a word
+work is measured. The block is Llama's (RMSNorm, rotary positions, grouped attention, SwiGLU), whose code says nothing
 about parallelism, with attention by hand, since DTensor has no rule for the CPU's. `parallelize_module` cuts it for
 DTensor; activations stay DTensors between the layers, since the model's code counts all heads.
 """
@@ -89,7 +89,7 @@ def cut_by_dtensor(block: Block, mesh: Any) -> tuple[Block, Callable[[Tensor], A
 
 
 def forwards() -> dict[str, Callable[[], Any]]:
-    """Return the block's forward by who cuts it."""
+    """Return the block's forward by what cuts it."""
     mesh = init_device_mesh("cpu", (SIZE,))
     over: Any = SimpleNamespace(rank=0, world_size=SIZE, group=dist.group.WORLD, traffic=Traffic())
     x, (cos, sin) = torch.randn(2, LENGTH, WIDTH), torch.randn(2, LENGTH, WIDTH // HEADS)

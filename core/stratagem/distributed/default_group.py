@@ -30,7 +30,7 @@ def default_store() -> Any:
 
 @contextlib.contextmanager
 def not_splitting() -> Iterator[None]:
-    """Within: a new group connects by itself, where NCCL would split it off the default group, which all ranks join."""
+    """Within: a new group connects separately, where NCCL would split it off the default group, which all ranks join."""
     import torch.distributed as dist
 
     whole: Any = dist.group.WORLD
