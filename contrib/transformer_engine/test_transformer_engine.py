@@ -298,15 +298,18 @@ def test_steps_run_in_fp8_autocast_with_the_recipe(entered):
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.parametrize("manual", [False, True])
-def test_backward_runs_outside_of_the_context_and_of_autocast(entered, manual):
+@pytest.mark.parametrize(
+    ("manual", "recomputed", "is_open"), [(False, None, 0), (True, None, 1), (False, "selective", 1)]
+)
+def test_backward_runs_outside_of_the_context_and_of_autocast(entered, manual, recomputed, is_open):
+    """A forward may follow in manual optimization, and does within backward under activation checkpointing."""
     run, precision = _Run(), TransformerEnginePrecision()
-    run.manual = manual
+    run.manual, run.settings = manual, types.SimpleNamespace(activation_checkpointing=recomputed)
     with precision.step_context(run):
         assert len(_open) == 1
         inside = precision.backward(run)
         next(inside)
-        assert len(_open) == (1 if manual else 0)
+        assert len(_open) == is_open
         assert not torch.is_autocast_enabled("cpu")
         inside.close()
     assert _open == []

@@ -252,7 +252,7 @@ def test_gloo_listens_where_the_main_address_is_reached(monkeypatch):
     for name in ("node0", "myself"):
         interfaces.choose_interface(World(num_nodes=2, world_size=2, main_address=name, main_port=1))
         found[name] = os.environ.get("GLOO_SOCKET_IFNAME")
-        interfaces.listen_anywhere()
+        interfaces.unset_variables()
     assert found == {"node0": "ib0", "myself": "eth0"}
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
@@ -301,9 +301,11 @@ def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorde
 def test_gloo_connects_ranks_when_they_send_where_it_stands_beside_nccl(recorded, monkeypatch, backend, own, expected):
     if own is not None:
         monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", own)
-    TorchCollectives.connect(World(), CUDA if backend == "nccl" else torch.device("cpu"), backend=backend).close()
+    connected = TorchCollectives.connect(World(), CUDA if backend == "nccl" else torch.device("cpu"), backend=backend)
 
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == expected
+    connected.close()
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == own
 
 
 def _split(rank, world_size):
@@ -314,7 +316,10 @@ def _split(rank, world_size):
         patch.setattr(dist, "new_group", lambda ranks, **options: made.append(ranks) or make(ranks, **options))
         columns = whole.split([[0, 2], [1, 3]])
         rows, again = whole.split([[0, 1], [2, 3]]), whole.split([[0, 1], [2, 3]])
-    return made, [part.all_gather_object(rank) for part in (columns, rows, again, whole)]
+    found = [part.all_gather_object(rank) for part in (columns, rows, again, whole)]
+    make([0, 1])  # as a program may: two ranks have one group more
+    assert whole.split([[0, 2], [1, 3]]).all_gather_object(rank) == found[0]
+    return made, found
 
 
 def _split_of_a_part(rank, world_size):

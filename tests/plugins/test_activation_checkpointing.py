@@ -85,16 +85,42 @@ def moved_and_weights(**arguments):
     return len(moved), len(weights), len(moved & weights)
 
 
-def _moved_in_a_rank(rank, world_size):
-    return moved_and_weights(strategy={"name": "fsdp", "auto_wrap_policy": {Block}}, devices=world_size)
+def _moved_in_a_rank(rank, world_size, unit):
+    return moved_and_weights(strategy={"name": "fsdp", "auto_wrap_policy": {unit}}, devices=world_size)
 
 
 @pytest.mark.slow
 def test_offload_leaves_weights_where_they_are():
-    for moved, weights, both in [moved_and_weights(), *run_in_processes(_moved_in_a_rank, 2)]:
+    in_ranks = [found for unit in (Block, nn.Linear) for found in run_in_processes(_moved_in_a_rank, 2, unit)]
+    for moved, weights, both in [moved_and_weights(), *in_ranks]:
         assert moved > 0
         assert weights > 0
         assert both == 0
+
+
+class Graph(nn.Module):
+    """Multiplies by a sparse matrix, and by a weight that is needed in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.near, self.weight = torch.eye(4).to_sparse(), nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return torch.sparse.mm(self.near, x) @ self.weight
+
+
+def test_offload_keeps_sparse_tensors_and_refuses_weights_that_change():
+    graph, x = Graph(), torch.ones(4, 4, requires_grad=True)
+    activation_checkpointing._keep_on_cpu(graph)
+    graph(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 4), 4.0))
+
+    out = graph(x).sum()
+    graph.weight.data.mul_(1)  # without a trace
+    with torch.no_grad():
+        graph.weight.add_(1)
+    with pytest.raises(ConfigError, match=r"a weight of shape \[4, 4\] changed between forward and backward"):
+        out.backward()
 
 
 def test_selective_keeps_what_every_fused_attention_returns():

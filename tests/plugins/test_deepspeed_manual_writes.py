@@ -210,7 +210,13 @@ def test_a_norm_may_be_asked_for(stage):
 
 
 def shapes(parameters):
-    return [(p.numel(), list(p.shape), p.dim(), p.size(0), len(p), p.dtype, p.requires_grad) for p in parameters]
+    return [
+        (
+            p.numel(), list(p.shape), p.dim(), p.size(0), len(p), p.dtype, p.requires_grad, p.nbytes, p.element_size(),
+            p.stride(), p.is_contiguous(), p.get_device(),
+        )
+        for p in parameters
+    ]  # fmt: skip
 
 
 COMPUTATIONS = (

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.bias import CausalBias
 
 import stratagem as sg
 from stratagem.api.seeding import seeded
@@ -61,29 +60,6 @@ def _attentions(rank, world_size):
                     if not difference < 1e-12:
                         failed.append((heads, key_heads, method, mask, causal, value_size, difference))
     return failed, compared
-
-
-def _flash(rank, world_size):
-    """Return what attention on a GPU is given, without one: torch's function materializes it again on the CPU."""
-    over = connected(world_size).run.strategy._groups.over("context")
-    biases, dispatch = [], CausalBias._dispatch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", True)
-        patch.setattr(
-            CausalBias,
-            "_dispatch",
-            staticmethod(lambda *given, **options: biases.append(given[3]) or dispatch(*given, **options)),
-        )
-        difference = _difference(over, 3, 3, "all_gather", "none", True, 4)
-    return [(bias.seq_len_q, bias.seq_len_kv) for bias in biases], difference
-
-
-@pytest.mark.slow
-def test_causal_attention_to_gathered_keys_needs_no_mask_on_a_gpu():
-    (first, exact), (second, same) = run_in_processes(_flash, 2)
-
-    assert (first, second) == ([], [(LENGTH // 2, LENGTH)])
-    assert max(exact, same) < 1e-12
 
 
 def _difference(over, heads, key_heads, method, mask_name, causal, value_size):

@@ -79,8 +79,9 @@ def _waits(rank, world_size):
     with recording() as recorder:
         given = [each.to(torch.device("cpu", 0), non_blocking=True) for each in (torch.ones(3, 8), chosen, weights)]
         out = experts(*given)
-    with pytest.raises(ConfigError, match="experts was called with expert 4"):
-        experts(torch.ones(3, 8), chosen.where(chosen != 1, 4), weights)
+    for wrong in (4, -1):
+        with pytest.raises(ConfigError, match=f"experts was called with expert {wrong}; expected numbers from 0 to 3"):
+            experts(torch.ones(3, 8), chosen.where(chosen != 1, wrong).to(torch.int8), weights)
     return [each.operation for each in recorder.found], bool((out == 2).all())
 
 

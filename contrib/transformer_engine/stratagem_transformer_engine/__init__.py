@@ -143,7 +143,8 @@ class TransformerEnginePrecision(Precision):
 
     @hookimpl(wrapper=True)
     def backward(self, run: RunContext) -> Generator[None, bool, bool]:
-        if not run.manual:  # where a forward may follow
+        is_last_forward = not run.manual and run.settings.activation_checkpointing is None
+        if is_last_forward:
             self._fp8.close()  # as the engine's manual asks: at its end it reduces the maxima of the forward
         with torch.autocast(run.device.type, enabled=False):
             return (yield)

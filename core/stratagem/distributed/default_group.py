@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
-from stratagem.distributed.interfaces import listen_anywhere
+from stratagem.distributed.interfaces import unset_variables
 from stratagem.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stratagem.api.world import World
+    from stratagem.api.world import Collectives, World
 
 
 def default_store() -> Any:
@@ -30,7 +30,7 @@ def default_store() -> Any:
 
 @contextlib.contextmanager
 def not_splitting() -> Iterator[None]:
-    """Within: a new group connects separately, where NCCL would split it off the default group, which all ranks join."""
+    """Within: a new group connects separately; NCCL would split it off the default group, in which all ranks join."""
     import torch.distributed as dist
 
     whole: Any = dist.group.WORLD
@@ -41,11 +41,21 @@ def not_splitting() -> Iterator[None]:
         whole.bound_device_id = device
 
 
+def have_equal_names(collectives: Collectives) -> bool:
+    """Whether ranks that make a group alone name it alike: torch's name has the number of groups so far. Collective."""
+    import torch
+    from torch.distributed.distributed_c10d import _world
+
+    number = len(_world.pg_names)  # a rank has those alone that it is in
+    most, least = collectives.all_reduce(torch.tensor([number, -number]), "max").tolist()
+    return bool(most == -least)
+
+
 def leave_group() -> None:
-    """Destroy the default group, if there is one, and unset the interface that was chosen for it."""
+    """Destroy the default group, if there is one, and unset the variables that were set for it."""
     import torch.distributed as dist
 
-    listen_anywhere()
+    unset_variables()
     if dist.is_initialized():
         # A DDP reducer that outlives its group aborts the interpreter at exit (std::terminate, seen with torch 2.13 and
         # gloo, in plain PyTorch too): wrapped models in reference cycles have to be freed first.

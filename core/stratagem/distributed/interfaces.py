@@ -34,7 +34,9 @@ def allow_connections(world_size: int) -> None:
 
 # --- The interface that gloo uses --------------------------------------------------------------------------------
 
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE, _GLOO_LAZY = "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"
+#: Which of these this process set.
+_set_here: set[str] = set()
 
 
 def choose_interface(world: World) -> bool:
@@ -43,21 +45,29 @@ def choose_interface(world: World) -> bool:
     On one machine it is the loopback interface; on several, the interface of the route to the main address. The
     variable stays set until the group is destroyed, for groups that an engine creates later.
     """
-    global _listens_here
     if _GLOO_INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
         return False
     found = _loopback() if world.num_nodes == 1 else _interface_towards(world)
     if found is not None:
-        os.environ[_GLOO_INTERFACE] = found
-        _listens_here = True
+        _set(_GLOO_INTERFACE, found)
     return found is not None
 
 
-def listen_anywhere() -> None:
-    global _listens_here
-    if _listens_here:
-        _listens_here = False
-        os.environ.pop(_GLOO_INTERFACE, None)
+def connect_when_needed() -> None:
+    """Have gloo connect ranks that send to each other, and not each rank to all: it has little to send beside NCCL."""
+    if _GLOO_LAZY not in os.environ:
+        _set(_GLOO_LAZY, "1")
+
+
+def _set(variable: str, value: str) -> None:
+    os.environ[variable] = value
+    _set_here.add(variable)
+
+
+def unset_variables() -> None:
+    """Unset what this process set for the group."""
+    while _set_here:
+        os.environ.pop(_set_here.pop(), None)
 
 
 def _loopback() -> str | None:
@@ -110,7 +120,3 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None
-
-
-#: Whether this process set gloo's interface.
-_listens_here = False

@@ -36,13 +36,14 @@ from stratagem.distributed.default_group import (
     check_adoptable,
     default_store,
     forget_meshes,
+    have_equal_names,
     leave_group,
     not_joined,
     not_splitting,
     trace_calls,
 )
 from stratagem.distributed.fingerprints import fingerprint, is_common
-from stratagem.distributed.interfaces import allow_connections, choose_interface, listen_anywhere
+from stratagem.distributed.interfaces import allow_connections, choose_interface, connect_when_needed, unset_variables
 from stratagem.distributed.objects import REFUSAL, packed, unpacked
 from stratagem.distributed.store import TCPKeyValueStore, connect_store
 from stratagem.errors import ConfigError
@@ -102,8 +103,7 @@ class TorchCollectives(Collectives):
         choose_interface(world)
         if "nccl" in whole:
             trace_calls()
-            # gloo has little to send beside NCCL: it connects ranks that send to each other, and not each rank to all.
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            connect_when_needed()
         try:
             dist.init_process_group(
                 whole, store=connect_store(world, timeout), timeout=timeout,
@@ -300,7 +300,7 @@ class TorchCollectives(Collectives):
         # Without local synchronization all ranks of the run make each group, which NCCL splits off one after the other.
         # Of a part of them the others do not call this, or for their own groups.
         each_in_one = sorted(rank for ranks in groups for rank in ranks) == list(range(self.world_size))
-        is_local = each_in_one or self.group is not None
+        is_local = self.group is not None or (each_in_one and have_equal_names(self.unchecked))
         for ranks in groups:
             if is_local and self.rank not in ranks:
                 continue
@@ -423,7 +423,7 @@ class TorchCollectives(Collectives):
         self.__dict__.pop("unchecked", None)
         if self._chose_interface:
             self._chose_interface = False
-            listen_anywhere()
+            unset_variables()
         if self._owns_group:
             self._owns_group = False
             atexit.unregister(leave_group)

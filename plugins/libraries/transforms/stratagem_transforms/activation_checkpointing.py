@@ -127,15 +127,25 @@ def _keep_on_cpu(part: nn.Module) -> None:
 
     def enter(*_: Any) -> None:
         to_cpu = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_initialized())
-        weights: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> Any:
-            if not weights:  # not before: only now FSDP has gathered them
-                weights.update(_memory(parameter) for parameter in part.parameters())
-            return tensor if _memory(tensor) in weights else to_cpu.pack_hook(tensor)
+            memory = _memory(tensor)
+            # Asked each time: units inside of this part are gathered one after the other.
+            is_weight = any(_memory(parameter) == memory for parameter in part.parameters())
+            return (tensor, tensor._version) if is_weight else to_cpu.pack_hook(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
-            return packed if isinstance(packed, torch.Tensor) else to_cpu.unpack_hook(packed)
+            weight, version = packed
+            if not isinstance(weight, torch.Tensor):
+                return to_cpu.unpack_hook(packed)
+            if weight._version != version:  # torch does not look where hooks keep what is saved
+                raise ConfigError(
+                    f"a weight of shape {list(weight.shape)} changed between forward and backward, in a part that "
+                    "activation_checkpointing keeps with mode 'offload'",
+                    expected="weights that stay as they are until backward",
+                    do="call backward before the optimizer's step",
+                )
+            return weight
 
         context = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         context.__enter__()
@@ -150,5 +160,6 @@ def _keep_on_cpu(part: nn.Module) -> None:
 
 
 def _memory(tensor: Any) -> int:
-    """Return what tensors have in common that share memory; that of a sharded one is its part's."""
-    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+    """Return what tensors have in common that share memory; that of a sharded one is its part's. 0 for a sparse one."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.untyped_storage()._cdata) if local.layout is torch.strided else 0

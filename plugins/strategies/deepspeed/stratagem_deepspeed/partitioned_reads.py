@@ -13,14 +13,15 @@ from torch.overrides import TorchFunctionMode
 from stratagem.errors import ConfigError
 
 _PROPERTIES: Final = vars(torch._C.TensorBase)
-_SHAPES: Final = {Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.size, Tensor.__len__} | {
-    _PROPERTIES[name].__get__ for name in ("shape", "ndim")
-}
+_SHAPES: Final = {
+    Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.size, Tensor.__len__, Tensor.element_size,
+    Tensor.stride, Tensor.is_contiguous, *(_PROPERTIES[name].__get__ for name in ("shape", "ndim", "nbytes")),
+}  # fmt: skip
 #: Properties that are values.
 _VALUES: Final = {_PROPERTIES[name].__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 _HARMLESS: Final = {
     "__get__", "__set__", "__hash__", "__repr__", "is_complex", "is_floating_point", "register_hook",
-    "register_post_accumulate_grad_hook",
+    "register_post_accumulate_grad_hook", "get_device",
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ class PartitionedReads(TorchFunctionMode):
         if found is None or not _is_asked_by_program(name):
             return func(*args, **options)
         if func in _SHAPES:
-            return func(torch.empty(found.ds_shape, device="meta"), *args[1:], **options)
+            return func(torch.empty(found.ds_shape, dtype=found.dtype, device="meta"), *args[1:], **options)
         is_in_place = name.endswith("_") and not name.endswith("__") and args[:1] and args[0] is found
         if is_in_place or (name in _HARMLESS and func not in _VALUES):  # `ManualWrites` finds what is written
             return func(*args, **options)

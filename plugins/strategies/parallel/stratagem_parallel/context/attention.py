@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import handle_torch_function, has_torch_function
 
 from stratagem.errors import ConfigError
@@ -152,11 +151,7 @@ class SequenceAttention:
             key, value = key[..., : before + part, :], value[..., : before + part, :]
             is_causal = before == 0
             if not is_causal:
-                bias = causal_lower_right(part, before + part)
-                if query.is_cuda:  # no mask in memory: flash attention has this form of causality
-                    with self.local():  # it calls torch's function, which this replaces
-                        return bias._dispatch(query, key, value, bias, **options)
-                mask = bias._materialize(query.device)
+                mask = torch.ones(part, before + part, dtype=torch.bool, device=query.device).tril(before)
         elif mask is not None:
             mask = self._whole_keys(mask, query)
             if mask.shape[-2] == part * self.over.world_size:

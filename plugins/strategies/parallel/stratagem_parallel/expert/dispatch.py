@@ -47,16 +47,19 @@ class DispatchedExperts:
     def __call__(self, *arguments: Any, **options: Any) -> Tensor:
         tokens, indices, weights = self._checked(*arguments, *options.values())
         width, top = tokens.shape[-1], indices.shape[-1]
-        chosen = indices.reshape(-1)
+        chosen = indices.reshape(-1).long()
         order = chosen.argsort(stable=True)
         # What counts by values makes the host wait for a GPU (bincount, unique); this does not.
-        counts = chosen.new_zeros(self.number + 1).index_add(0, chosen.clamp(max=self.number), torch.ones_like(chosen))
+        wrong = (chosen < 0) | (chosen >= self.number)
+        counts = chosen.new_zeros(self.number + 1)
+        counts.index_add_(0, chosen.masked_fill(wrong, self.number), torch.ones_like(chosen))
         arriving = exchange(counts[:-1], self.over).view(self.over.world_size, self.own)
         leaving = counts[:-1].view_as(arriving)
         send, receive, beyond = torch.stack([leaving.sum(1), arriving.sum(1), counts[-1].expand(len(leaving))]).tolist()
         if beyond[0]:
             raise ConfigError(
-                f"{self.name} was called with expert {int(chosen.max())}", expected=f"numbers below {self.number}"
+                f"{self.name} was called with expert {int(chosen[wrong][0])}",
+                expected=f"numbers from 0 to {self.number - 1}",
             )
         rows = exchange(tokens.reshape(-1, width)[order // top], self.over, send, receive)
         numbers = torch.arange(self.own, device=chosen.device).repeat(self.over.world_size)
