@@ -601,7 +601,7 @@ def test_without_libaio_all_ranks_say_how_to_do_without(tmp_path):
 
 
 def _unwritable(rank, world_size, file):
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(file)
+    _build_in(file)
     run = connected()
     return error_of(lambda: start.prepare_ops(["cpu_adam"], run))
 
@@ -645,7 +645,8 @@ def test_both_ranks_load_the_op_that_this_machine_has():
 
 
 def _in_own_cache(rank, world_size, folder, path=None):
-    os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+    _build_in(folder)
+    del os.environ["TORCH_EXTENSIONS_DIR"]
     os.environ["XDG_CACHE_HOME"] = str(folder)
     os.environ["PATH"] = os.environ["PATH"] if path is None else path
     weight = _updated(rank, world_size)
