@@ -68,24 +68,26 @@ def test_activations_of_a_cpu_are_not_pinned_for_a_gpu_beside_it(monkeypatch):
 
 def moved_and_weights(**arguments):
     """Return how many parts of memory are moved to the CPU, how many are of weights, and of both."""
-    moved, weights, memory, forward = set(), set(), activation_checkpointing._memory, Block.forward
+    moved, weights, memory, forward = {}, {}, activation_checkpointing._memory, nn.Linear.forward
+
+    def note(found, tensors):
+        found.update((memory(tensor), tensor) for tensor in tensors)  # held, so that no other gets its memory
 
     class Counting(torch.autograd.graph.save_on_cpu):
         def __init__(self, **options):
             super().__init__(**options)
             pack = self.pack_hook
-            self.pack_hook = lambda tensor: moved.add(memory(tensor)) or pack(tensor)
+            self.pack_hook = lambda tensor: note(moved, [tensor]) or pack(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd.graph, "save_on_cpu", Counting)
-        patch.setattr(
-            Block, "forward", lambda self, x: weights.update(map(memory, self.parameters())) or forward(self, x)
-        )
-        fitted({"policy": {Block}, "mode": "offload"}, joined_batches(1, 16), **arguments)
-    return len(moved), len(weights), len(moved & weights)
+        patch.setattr(nn.Linear, "forward", lambda self, x: note(weights, self.parameters()) or forward(self, x))
+        fitted({"policy": {nn.Sequential}, "mode": "offload"}, joined_batches(1, 16), **arguments)
+    return len(moved), len(weights), len(moved.keys() & weights.keys())
 
 
 def _moved_in_a_rank(rank, world_size, unit):
+    """Units of the part that is kept are gathered one after the other."""
     return moved_and_weights(strategy={"name": "fsdp", "auto_wrap_policy": {unit}}, devices=world_size)
 
 

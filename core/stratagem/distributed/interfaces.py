@@ -1,4 +1,4 @@
-"""Choose the network interface that gloo uses, and raise the limit of open files for its connections."""
+"""Say how gloo connects: its network interface, which ranks, and the limit of open files for its connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def allow_connections(world_size: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-# --- The interface that gloo uses --------------------------------------------------------------------------------
+# --- Variables that gloo reads -----------------------------------------------------------------------------------
 
 _GLOO_INTERFACE, _GLOO_LAZY = "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"
 #: Which of these this process set.
