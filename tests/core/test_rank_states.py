@@ -70,7 +70,7 @@ def test_metrics_of_parts_of_samples_are_not_taken_for_those_of_all():
 )
 def test_what_is_not_a_mesh_is_refused(axes):
     with pytest.raises(CheckpointError, match=r"x.ckpt: ranks\[0\].mesh is") as caught:
-        check_meshes(saved(axes, 2), "x.ckpt")
+        check_meshes(saved(axes, 2), range(2), "x.ckpt")
     assert "sizes whose product is 2" in str(caught.value)
 
 
@@ -78,4 +78,4 @@ def test_ranks_of_different_meshes_are_refused():
     ranks = saved({"tensor": 2}, 2)
     ranks[1]["mesh"] = {"data": 2}
     with pytest.raises(CheckpointError, match=r"ranks\[1\].mesh is {'data': 2}.*that of rank 0"):
-        check_meshes(ranks, "x.ckpt")
+        check_meshes(ranks, range(len(ranks)), "x.ckpt")

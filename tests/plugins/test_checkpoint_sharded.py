@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.checkpoint.rank_rows import ranks_in
 from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
-from stratagem.errors import CheckpointError
+from stratagem.distributed.process_group import TorchCollectives
+from stratagem.errors import CheckpointError, StratagemError
 from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import format_named, read_any
 from stratagem_checkpoint_sharded import folder
@@ -95,6 +98,74 @@ def test_each_rank_writes_its_part_and_all_of_it_once(strategy, tmp_path):
 
     assert first + second == sum(piece["bytes"] for piece in pieces)
     assert 0.4 < first / (first + second) < 0.6
+
+
+class Marked(sg.Callback):
+    """Has a state that differs between ranks, as a plugin has that keeps what each rank has left out."""
+
+    def __init__(self, unsavable=False):
+        self.unsavable = unsavable
+
+    def rank_state(self, run):
+        return {"rank": object() if self.unsavable and run.rank else run.rank, "sizes": (run.rank, torch.float32)}
+
+    def load_rank_states(self, states, run):
+        self.loaded = states
+
+
+def _save_marked(rank, world_size, checkpoint, path):
+    """Save; return the random state of this rank, and the sizes of the objects that it sends meanwhile."""
+    mark = Marked()
+    trainer = sg.Trainer(
+        max_epochs=1, strategy="ddp", devices=world_size, checkpoint=checkpoint, callbacks=[mark], **QUIET
+    )
+    trainer.fit(Scheduled(), share(trainer, joined_batches(2, 24)))
+    sizes, plain = [], TorchCollectives.all_gather_object
+
+    def measured(self, value):
+        sizes.append(len(pickle.dumps(value)))
+        return plain(self, value)
+
+    torch.manual_seed(rank)
+    TorchCollectives.all_gather_object = measured
+    try:
+        trainer.save_checkpoint(path)
+    finally:
+        TorchCollectives.all_gather_object = plain
+    trainer.fit(Scheduled(), share(trainer, joined_batches(2, 24)), ckpt_path=path)
+    return torch.get_rng_state(), max(sizes), mark.loaded
+
+
+@pytest.mark.slow
+@pytest.mark.every_push("sharded")
+@pytest.mark.parametrize("checkpoint", ["sharded", "dcp"])
+def test_a_rank_writes_its_own_state_and_sends_it_to_no_other(checkpoint, tmp_path):
+    results = run_in_processes(_save_marked, 3, checkpoint, tmp_path / "x.ckpt")
+    ranks = ranks_in(read_any(tmp_path / "x.ckpt"), tmp_path)
+    assert len(ranks) == 3
+    for number, (state, largest, loaded) in enumerate(results):
+        assert torch.equal(ranks[number]["random"]["torch"], state)
+        assert largest < 1000 < state.numel()
+        assert loaded == [{"rank": rank, "sizes": (rank, torch.float32)} for rank in range(3)]
+
+
+def _refused(rank, world_size, path):
+    trainer = sg.Trainer(
+        strategy="ddp",
+        devices=world_size,
+        checkpoint="sharded",
+        callbacks=[Marked(unsavable=True)],
+        **(QUIET | {"max_epochs": 1}),
+    )
+    trainer.fit(Scheduled(), share(trainer, joined_batches(2, 24)))
+    with pytest.raises(StratagemError, match=r"ranks\[1\]\.plugins.*is a object; expected tensors, numbers"):
+        trainer.save_checkpoint(path)
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_save_fails_on_all(tmp_path):
+    run_in_processes(_refused, 2, tmp_path / "x.ckpt")
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 def _divided(sizes, ranks, generator):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.api import Collectives
 from stratagem.checkpoint import cpu_copies
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.runtime.state_io import read_checkpoint
@@ -202,7 +203,7 @@ def test_pinned_memory_is_kept_for_the_next_save(queued):
 
 def test_a_rank_s_part_is_copied_into_pinned_memory_with_one_wait(queued):
     plan = Plan(_three(), 0, 1)
-    plan.divide([(plan.absent, plan.sharded)])
+    plan.divide(Collectives())
     before = [bytes(part.tolist()) for _, part in plan.parts]
     queued.clear()
     memory = plan.copy([])
@@ -217,7 +218,7 @@ def test_a_rank_s_part_is_copied_into_pinned_memory_with_one_wait(queued):
 def test_blocks_of_memory_hold_what_a_rank_writes_wherever_they_end(monkeypatch):
     monkeypatch.setattr("stratagem_checkpoint_sharded.layout.BLOCK", 10)
     plan = Plan(_three(), 0, 1)
-    plan.divide([(plan.absent, plan.sharded)])
+    plan.divide(Collectives())
     before = _bytes_at(plan)
     sizes = [block.numel() for block in plan.copy([])]
 

@@ -21,8 +21,16 @@ _APPLIED = ("state_dict", "optimizers")
 
 
 def with_own_memory(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with copies of all tensors except the model's and the optimizers'; see [Note: mapped tensors]."""
-    return {key: value if key in _APPLIED else _copied(value) for key, value in state.items()}
+    """Return `state` with copies of all tensors but the model's, the optimizers' and the rows of ranks.
+
+    See [Note: mapped tensors].
+    """
+    return {key: value if key in _APPLIED or _are_rows(key, value) else _copied(value) for key, value in state.items()}
+
+
+def _are_rows(key: str, value: Any) -> bool:
+    """Whether `value` are rows of ranks: the few that a rank decodes have their own memory."""
+    return key == "ranks" and isinstance(value, torch.Tensor)
 
 
 def with_own_extras(weights: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

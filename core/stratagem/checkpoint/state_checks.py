@@ -28,7 +28,7 @@ _LIKE_PARAMETERS = {
     "exp_inf",
 }  # fmt: skip
 _MAPPINGS = ("hyper_parameters", "loop", "callbacks", "plugins", "values", "format")
-_LISTS = ("optimizers", "lr_schedulers", "ranks")
+_LISTS = ("optimizers", "lr_schedulers")
 #: Errors that code raises when it gets data that it does not expect.
 _DATA_ERRORS = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, AssertionError,
@@ -58,10 +58,20 @@ def check_structure(state: Any, path: Any) -> None:
             _check(path, key, state[key], list | tuple, "a list of mappings")
             for number, item in enumerate(state[key]):
                 _check(path, f"{key}[{number}]", item, Mapping, "a mapping")
-    for number, rank in enumerate(state.get("ranks", ())):
-        for key in ("plugins", "buffers", "random", "feed", "metrics", "callback_metrics"):
-            if key in rank:
-                _check(path, f"ranks[{number}].{key}", rank[key], Mapping, "a mapping")
+    ranks = state.get("ranks", ())
+    if isinstance(ranks, Tensor) and ranks.dtype == torch.uint8 and ranks.dim() == 2:
+        return  # each is checked when it is decoded
+    _check(path, "ranks", ranks, list | tuple, "a list of mappings")
+    for number, rank in enumerate(ranks):
+        check_rank(rank, path, number)
+
+
+def check_rank(rank: Any, path: Any, number: int) -> None:
+    """Check the structure of what rank `number` saved."""
+    _check(path, f"ranks[{number}]", rank, Mapping, "a mapping")
+    for key in ("plugins", "buffers", "random", "feed", "metrics", "callback_metrics"):
+        if key in rank:
+            _check(path, f"ranks[{number}].{key}", rank[key], Mapping, "a mapping")
 
 
 def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any = "the checkpoint") -> None:

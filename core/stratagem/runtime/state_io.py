@@ -14,6 +14,7 @@ from stratagem.api.paths import as_path
 from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.own_memory import with_own_extras, with_own_memory
+from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.checkpoint.trained_part import check_names, check_values
 from stratagem.errors import CheckpointError
@@ -50,7 +51,7 @@ def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
         "state_dict": weights,
         "optimizers": of_optimizers,
         "plugins": {key: plugin.state_dict() for key, plugin in identity.stateful(run.stack)},
-        "ranks": run.collectives.all_gather_object({"plugins": rank_states(run)}),
+        "ranks": states_of_ranks(run, {"plugins": rank_states(run)}),
         "values": values,
         "format": format_tag(run.stack),
     }
@@ -68,7 +69,7 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
-    load_rank_states(run, state.get("ranks", []))
+    load_rank_states(run, ranks_in(state, path))
     values: dict[str, Any] = state.get("values", {})
     return values
 
@@ -81,6 +82,8 @@ def rank_states(run: StatefulRun) -> dict[str, Any]:
 def load_rank_states(run: StatefulRun, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Give plugins their states on each of `ranks`, the ranks that saved. Collective."""
     plugins = dict(identity.stateful_by_rank(run.stack))
+    if not plugins:
+        return
     saved = [rank.get("plugins", {}) for rank in ranks]
     on_all = [key for key in saved[0] if all(key in each for each in saved)] if saved else []
     for key, saved_as in matched(plugins, on_all).items():

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.api.kinds import keeps_state
 from stratagem.api.state_keys import options_key
+from stratagem.checkpoint.rank_rows import ranks_in
 from stratagem.checkpoint.state_checks import applying, check_similar
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
@@ -182,7 +183,7 @@ def _distance(one: str, other: str) -> int | None:
 
 
 def _saved(state: Mapping[str, Any]) -> dict[str, Any]:
-    ranks = state.get("ranks") or [{}]
+    ranks = ranks_in(state, "the checkpoint")
     by_rank = {key: value for rank in ranks for key, value in rank.get("plugins", {}).items() if not _is_empty(value)}
     return by_rank | dict(state.get("callbacks", {})) | dict(state.get("plugins", {}))
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from stratagem.api.world import Mesh
 from stratagem.errors import CheckpointError
 
+#: What each rank saved, in order.
+Ranks: TypeAlias = Sequence[Mapping[str, Any]]
 
-def check_meshes(ranks: list[dict[str, Any]], path: Any) -> None:
-    """Check the meshes that `ranks` saved.
+
+def check_meshes(ranks: Ranks, numbers: Iterable[int], path: Any) -> None:
+    """Check the meshes that those of `numbers` among `ranks` saved.
 
     Raises:
         CheckpointError: a size is not a number, their product is not the number of ranks, or ranks have others.
     """
-    for number, rank in enumerate(ranks):
-        axes, first = rank.get("mesh", {}), ranks[0].get("mesh", {})
+    for number in numbers:
+        axes, first = ranks[number].get("mesh", {}), ranks[0].get("mesh", {})
         expected = None
         if not _are_sizes(axes) or (axes and math.prod(axes.values()) != len(ranks)):
             expected = f"sizes whose product is {len(ranks)}"
@@ -33,12 +36,12 @@ def _are_sizes(axes: Any) -> bool:
     return isinstance(axes, Mapping) and all(type(size) is int and size > 0 for size in axes.values())
 
 
-def mesh_of(ranks: list[dict[str, Any]]) -> Mesh:
+def mesh_of(ranks: Ranks) -> Mesh:
     """Return the mesh of the run that saved `ranks`; before meshes were saved, every rank read other samples."""
     return Mesh(axes=dict(ranks[0].get("mesh") or {"data": len(ranks)}))
 
 
-def with_the_same_samples(ranks: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any] | None:
+def with_the_same_samples(ranks: Ranks, mesh: Mesh) -> Mapping[str, Any] | None:
     """Return what the rank that read the samples of this one saved: itself where the layout is the same.
 
     None if the samples were divided among another number of ranks.
@@ -48,8 +51,8 @@ def with_the_same_samples(ranks: list[dict[str, Any]], mesh: Mesh) -> dict[str, 
         return ranks[mesh.rank]
     if saved.num_data_shards != mesh.num_data_shards:
         return None
-    same = [rank for n, rank in enumerate(ranks) if Mesh(axes=saved.axes, rank=n).data_shard == mesh.data_shard]
-    joined = _joined(same)
+    numbers = [n for n in range(len(ranks)) if Mesh(axes=saved.axes, rank=n).data_shard == mesh.data_shard]
+    joined = _joined([ranks[number] for number in numbers])
     if saved.size("context") != mesh.size("context"):
         joined["metrics"] = {}  # each of these ranks had those of its part of the samples
     return joined
@@ -59,7 +62,7 @@ def _wide(mesh: Mesh) -> dict[str, int]:
     return {axis: size for axis, size in mesh.axes.items() if size > 1}
 
 
-def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(ranks: Ranks) -> dict[str, Any]:
     """Return what the first of `ranks`, which shared their samples, saved; with the buffers that the others held."""
     first, feed = ranks[0], ranks[0]["feed"]
     buffers = {name: buffer for rank in reversed(ranks) for name, buffer in rank["buffers"].items()}

@@ -16,6 +16,7 @@ from stratagem.api.kinds import has_role
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import (
     applying,
@@ -36,7 +37,7 @@ from stratagem.stack.identity import warn_of_differences
 from stratagem.training.datamodule import DataModule
 from stratagem.training.hyperparameters import stored_hyperparameters
 from stratagem.training.module import build, overrides
-from stratagem.training.rank_states import check_meshes, mesh_of, with_the_same_samples
+from stratagem.training.rank_states import Ranks, check_meshes, mesh_of, with_the_same_samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False
         | dump_optimizers(fit)
         | {
             "loop": fit.position.state_dict(),
-            "ranks": run.collectives.all_gather_object(_of_this_rank(fit)),
+            "ranks": states_of_ranks(run, _of_this_rank(fit)),
             "callbacks": {key: value for key, value in plugins.items() if key.startswith("callback.")},
             "plugins": {key: value for key, value in plugins.items() if not key.startswith("callback.")},
         }
@@ -151,7 +152,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     together(run.collectives, lambda: restore_plugins(fit, state))
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
-    ranks = state["ranks"]
+    ranks = ranks_in(state, path)
     mine = with_the_same_samples(ranks, run.mesh)
     if mine is not None:
         _restore_buffers(fit.module, mine["buffers"])
@@ -173,7 +174,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
         fit.train_batches.resume(mine["feed"], mine["random"])
 
 
-def _continue_at_another_size(fit: FitState, ranks: list[dict[str, Any]]) -> None:
+def _continue_at_another_size(fit: FitState, ranks: Ranks) -> None:
     """Continue after as many samples as `ranks`, which are more or fewer, have used."""
     position = fit.position
     window = ranks[0]["feed"].get("window")
@@ -211,19 +212,21 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     check_like(state["loop"], fit.position.state_dict(), f"{path}: loop")
     check_weights_fit(state["state_dict"], fit.module, path)
     _check_optimizers(fit, state, path)
-    if not state["ranks"]:
+    ranks = ranks_in(state, path)
+    if not ranks:
         raise CheckpointError(f"{path}: ranks is empty", expected="what each rank saved", do="use another checkpoint")
-    check_meshes(state["ranks"], path)
+    # Each rank checks some of them: there may be thousands.
+    numbers = range(fit.run.rank % len(ranks), len(ranks), fit.run.world_size)
+    check_meshes(ranks, numbers, path)
     now = random_state(fit.run.devices) if fit.train_batches is None else fit.train_batches.random_state()
-    for number, rank in enumerate(state["ranks"]):
-        where = f"{path}: ranks[{number}]"
+    for number in numbers:
+        rank, where = ranks[number], f"{path}: ranks[{number}]"
         for key in ("buffers", "random", "epoch_start", "metrics", "callback_metrics", "feed", "plugins"):
             if key not in rank:
                 raise CheckpointError(f"{where} has no {key!r}", expected="what each rank saved", do="use another one")
         check_numbers(rank["callback_metrics"], f"{where}.callback_metrics")
         check_batches(rank["feed"], f"{where}.feed")
-    mine = state["ranks"][fit.run.rank % len(state["ranks"])]
-    where = f"{path}: ranks[{fit.run.rank % len(state['ranks'])}]"
+    mine, where = ranks[numbers[0]], f"{path}: ranks[{numbers[0]}]"
     restore = functools.partial(restore_random_state, devices=fit.run.devices)
     restore_random = restore if fit.train_batches is None else fit.train_batches.restore_random_state
     try:

@@ -32,6 +32,7 @@ from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
 from stratagem.checkpoint.cpu_copies import CPUCopies
+from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.errors import CheckpointError
 from stratagem_checkpoint_dcp.pieces import Piece, pieces_of, tensors_of
 
@@ -163,7 +164,8 @@ class _Content:
 
     def divide(self, run: RunContext) -> None:
         """Keep the tensors that this rank writes. Collective."""
-        absent = run.collectives.all_gather_object({name for name in self.tensors if self.tensors[name].is_meta})
+        lacks = tuple(name for name in self.tensors if self.tensors[name].is_meta)
+        absent = {rank: set(theirs) for rank, theirs in gather_distinct(run.collectives, lacks)}
         mine = {name: tensor for name, tensor in self.tensors.items() if _writes(name, tensor, absent, run.rank)}
         self.tensors = mine
 
@@ -210,12 +212,12 @@ def _write(path: Path, content: _Content, rank: int, is_ours: Callable[[Path], b
         staged.clear_away()
 
 
-def _writes(name: str, tensor: torch.Tensor, absent: list[set[str]], rank: int) -> bool:
+def _writes(name: str, tensor: torch.Tensor, absent: Mapping[int, set[str]], rank: int) -> bool:
     """Return whether this rank writes `tensor`. Small ones may differ between ranks, so only one rank writes them."""
-    if name in absent[rank]:
+    if tensor.is_meta:
         return False
     small = not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= _SMALL
-    return not small or rank == next(first for first, lacks in enumerate(absent) if name not in lacks)
+    return not small or rank == next(first for first, lacks in absent.items() if name not in lacks)
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, collectives: Any) -> None:

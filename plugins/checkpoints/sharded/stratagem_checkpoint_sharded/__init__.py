@@ -65,7 +65,7 @@ class ShardedCheckpoint(CheckpointFormat):
             error = caught
         run.collectives.fail_together(error)
         assert plan is not None, "fail_together raised on all ranks otherwise"
-        plan.divide(run.collectives.all_gather_object((plan.absent, plan.sharded)))
+        plan.divide(run.collectives)
         if self.async_save:
             run.wait_for_saves()  # the save before this one may still read the memory
             self._memory = plan.copy(self._memory)

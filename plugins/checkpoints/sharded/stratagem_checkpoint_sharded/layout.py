@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
+import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,7 +13,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from stratagem.api.json_tree import encode
 from stratagem.checkpoint.cpu_copies import is_pinnable, wait_for
+from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives
 
 #: Offsets of tensors are multiples of this, so that any dtype can be mapped.
 ALIGNMENT = 64
@@ -36,28 +40,20 @@ class Plan:
         #: What this rank writes: (offset, content), in order.
         self.parts: list[tuple[int, torch.Tensor]] = []
 
-    @property
-    def absent(self) -> set[int]:
-        """The tensors that only other ranks have."""
-        return {number for number, tensor in enumerate(self._sources) if tensor.is_meta}
-
-    @property
-    def sharded(self) -> dict[int, set[int]]:
-        """The tensors of which this rank has a shard, by the first rank of their meshes."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for number, tensor in enumerate(self._sources):
-            if isinstance(tensor, DTensor):
-                found[_first_rank(tensor)].add(number)
-        return dict(found)
-
-    def divide(self, held: list[tuple[set[int], dict[int, set[int]]]]) -> None:
-        """Compute this rank's `parts`; `held` has what each rank is `absent` from, and what it has `sharded`.
+    def divide(self, collectives: Collectives) -> None:
+        """Compute this rank's `parts`. Collective.
 
         Raises:
             CheckpointError: no rank has the values of a tensor.
         """
-        absent = [lacks for lacks, _ in held]
-        missing = set.intersection(*absent)
+        # The tensors that only other ranks have; those of which this rank has a shard, with the first of their ranks.
+        lacks = tuple(number for number, tensor in enumerate(self._sources) if tensor.is_meta)
+        first_of = functools.cache(lambda mesh: int(mesh.mesh.min()))
+        sources = enumerate(self._sources)
+        shards = [(number, first_of(each.device_mesh)) for number, each in sources if isinstance(each, DTensor)]
+        held = gather_distinct(collectives, (lacks, shards))
+        absent = {rank: set(lacking) for rank, (lacking, _) in held}
+        missing = set.intersection(*absent.values())
         if missing:
             raise CheckpointError(
                 f"{len(missing)} tensors of the checkpoint have values on no rank",
@@ -66,14 +62,15 @@ class Plan:
         # Small tensors may differ between ranks (BatchNorm statistics): one rank writes each of them.
         small = {n for n, each in enumerate(self._sources) if _is_small(each)}
         writers = {
-            number: next(rank for rank, lacks in enumerate(absent) if number not in lacks)
-            for number in set.union(small, *absent)
+            number: next(rank for rank, lacking in absent.items() if number not in lacking)
+            for number in set.union(small, *absent.values())
         }
         # Several meshes may hold the same shards, each all of them: replicas, or the stages that share a tied tensor.
         meshes: dict[int, int] = {}
-        for first, number in ((first, n) for _, sharded in held for first, numbers in sharded.items() for n in numbers):
+        for number, first in (shard for _, (_, shards_there) in held for shard in shards_there):
             meshes[number] = min(first, meshes.get(number, first))
-        self.parts = list(self._mine(writers, meshes))
+        theirs = {number for number, first in shards if first != meshes[number]}
+        self.parts = list(self._mine(writers, theirs))
         self._sources = []
 
     def copy(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,13 +107,13 @@ class Plan:
         self.size += -(-size // ALIGNMENT) * ALIGNMENT
         return len(self.tensors) - 1
 
-    def _mine(self, writers: Mapping[int, int], meshes: Mapping[int, int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _mine(self, writers: Mapping[int, int], theirs: set[int]) -> Iterator[tuple[int, torch.Tensor]]:
         same = [t for n, t in enumerate(self._sources) if not isinstance(t, DTensor) and n not in writers]
         share = -(-sum(t.numel() * t.element_size() for t in same) // self.world_size) or 1
         seen = 0
         for number, (entry, tensor) in enumerate(zip(self.tensors, self._sources, strict=True)):
             if isinstance(tensor, DTensor):
-                if meshes[number] == _first_rank(tensor) and _writes(tensor):
+                if number not in theirs and _writes(tensor):
                     yield from ((entry["offset"] + begin, part) for begin, part in _shard_of(tensor))
                 continue
             if number in writers:
@@ -133,10 +130,6 @@ class Plan:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= SMALL
-
-
-def _first_rank(tensor: DTensor) -> int:
-    return int(tensor.device_mesh.mesh.min())
 
 
 def _writes(tensor: DTensor) -> bool:

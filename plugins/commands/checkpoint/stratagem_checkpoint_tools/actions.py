@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.api.paths import as_path
+from stratagem.checkpoint.rank_rows import ranks_in
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
@@ -92,7 +93,7 @@ def _problem(path: Path) -> str:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    one, other = (read_any(path, arguments.trust) for path in (arguments.path, arguments.other))
+    one, other = (_with_ranks(read_any(path, arguments.trust), path) for path in (arguments.path, arguments.other))
     rows = list(_differences(one, other, arguments.tolerance))
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -101,6 +102,11 @@ def diff(arguments: argparse.Namespace) -> int:
             print(f"{row['place']}: {row['difference']}")
         print(f"{len(rows)} differences" if rows else "no difference")
     return int(bool(rows))
+
+
+def _with_ranks(state: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return `state` with what ranks saved as a list, whichever form the format has."""
+    return {key: list(ranks_in(state, path)) if key == "ranks" else value for key, value in state.items()}
 
 
 def _differences(one: Any, other: Any, tolerance: float, place: str = "") -> Iterator[dict[str, str]]:

@@ -1,0 +1,113 @@
+"""What each rank saves beside the state that all share, in a checkpoint under ``"ranks"``.
+
+[Note: rows of ranks]
+A format that writes whole tensors gets a list with the state of each rank, gathered from all. In a format that takes
+shards a rank writes its state alone, as it does with its shards: it is a row of a tensor of bytes, (ranks, bytes), in
+which a number, the length, is followed by what `torch.save` makes of a text in JSON and a list of tensors. So a save
+sends and encodes nothing that grows with the number of ranks, and a reader decodes only the rows that it asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from stratagem.api.json_tree import decode, encode
+from stratagem.checkpoint.state_checks import check_rank
+from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
+#: Bytes of the number before the content of a row.
+_LENGTH = 8
+
+
+def states_of_ranks(run: RunContext, mine: Mapping[str, Any]) -> Any:
+    """Return what a checkpoint has of all ranks, if this one has `mine`; see [Note: rows of ranks]. Collective.
+
+    Raises:
+        CheckpointError: a value of `mine` cannot be saved; on all ranks.
+    """
+    collectives = run.collectives
+    if run.whole_state or collectives.world_size == 1:
+        return collectives.all_gather_object(mine)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    content, error = b"", None
+    try:
+        content = _encoded(mine, f"ranks[{collectives.rank}]")
+    except CheckpointError as caught:
+        error = caught
+    collectives.fail_together(error)
+    length = int(collectives.all_reduce(torch.tensor(len(content)), "max"))
+    row = torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8)
+    ranks = torch.arange(collectives.world_size)
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=collectives.rank)  # it sends nothing
+    return DTensor.from_local(row[None], mesh, [Shard(0)], run_check=False)
+
+
+def ranks_in(state: Mapping[str, Any], path: Any) -> Sequence[Mapping[str, Any]]:
+    """Return what each rank saved in the `state` that `path` holds: empty if it has nothing of ranks."""
+    saved = state.get("ranks", [])
+    return saved if isinstance(saved, list | tuple) else _Rows(saved, path)
+
+
+class _Rows(Sequence[Mapping[str, Any]]):
+    """The states of ranks, each decoded when it is used first."""
+
+    def __init__(self, rows: Tensor, path: Any) -> None:
+        self._rows, self._path = rows, path
+        self._decoded = functools.cache(self._decode)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return self._decoded(number)
+
+    def _decode(self, number: int) -> Mapping[str, Any]:
+        where = f"{self._path}: ranks[{number}]"
+        try:
+            rank: Mapping[str, Any] = _decoded(self._rows[number].numpy().tobytes())
+        except Exception as error:
+            raise CheckpointError(
+                f"{where} cannot be read ({type(error).__name__})", expected="what that rank saved",
+                do="use another checkpoint; no code of this one was executed",
+            ) from error  # fmt: skip
+        check_rank(rank, self._path, number)
+        return rank
+
+
+def _encoded(state: Mapping[str, Any], where: str) -> bytes:
+    tensors: list[Tensor] = []
+
+    def place(tensor: Tensor, _: str) -> int:
+        tensors.append(tensor.cpu().clone())  # torch.save would write all that a view is a part of
+        return len(tensors) - 1
+
+    text = json.dumps(encode(state, place, where))
+    file = io.BytesIO(bytes(_LENGTH))
+    file.seek(_LENGTH)
+    torch.save((text, tensors), file)
+    length = file.tell() - _LENGTH
+    file.seek(0)
+    file.write(length.to_bytes(_LENGTH, "little"))
+    return file.getvalue()
+
+
+def _decoded(row: bytes) -> Any:
+    end = _LENGTH + int.from_bytes(row[:_LENGTH], "little")
+    text, tensors = torch.load(io.BytesIO(row[_LENGTH:end]), weights_only=True)
+    return decode(json.loads(text), tensors)
