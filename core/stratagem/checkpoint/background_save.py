@@ -1,10 +1,10 @@
 """Save in the background: one save at a time, in a thread, over separate process groups.
 
 [Note: background saves]
-The format copies the state before it calls `submit`; a thread writes the copy. At each optimizer step during a
-save the ranks all-reduce a done flag, so all see completion, or the failure, at the same step. The next save, the next
-load and the end of `fit` wait for it. Pass an action that must follow a successful save (deleting an older checkpoint)
-to `afterwards`; it is dropped if the save fails.
+The format copies the state before it calls `submit`; a thread writes the copy. At each optimizer step during a save the
+ranks ask each other whether it has ended, and read the answer at the next step, so all see completion, or the failure,
+at the same step, and none waits. The next save, the next load and the end of `fit` wait for it. Pass an action that
+must follow a successful save (deleting an older checkpoint) to `afterwards`; it is dropped if the save fails.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-import torch
-
+from stratagem.api.late_flag import LateFlag
 from stratagem.api.world import Collectives
 from stratagem.errors import StratagemError
 
@@ -53,6 +52,8 @@ class Saver:
         self._finishes_at_exit = False
         #: Collectives that training does not use: for the thread, and for the check at each step.
         self._groups: tuple[Collectives, Collectives] | None = None
+        #: Whether the save still runs on some rank, asked at the last step.
+        self._asked: LateFlag | None = None
 
     def connect(self) -> tuple[Collectives, Collectives]:
         """Return the collectives of background saves, created in the first call. Collective."""
@@ -106,16 +107,20 @@ class Saver:
             action()
 
     def check(self) -> None:
-        """All-reduce at a step, while `busy`, whether the save has ended on all ranks. Collective.
+        """At a step, while `busy`: learn whether the save had ended on all ranks at the step before. Collective.
+
+        No step waits for a message: the next one reads the answer.
 
         Raises:
             any error of the save.
         """
         assert self._thread is not None
         assert self._groups is not None
-        done = torch.tensor(int(not self._thread.is_alive()))
-        if int(self._groups[1].all_reduce(done, "min")):
+        if self._asked is not None and not self._asked.read():
             self.wait()
+            return
+        self._asked = self._asked or LateFlag(self._groups[1])
+        self._asked.send(self._thread.is_alive())
 
     @property
     def is_running(self) -> bool:
@@ -135,7 +140,7 @@ class Saver:
             any error of the save.
         """
         self.join()
-        self._thread, self.busy = None, False
+        self._thread, self.busy, self._asked = None, False, None
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -10,8 +10,9 @@ The gradients of an open accumulation window are not stored: resuming goes back 
 buffers and the random state of that moment, and accumulates the same gradients again.
 
 Where the number of batches is unknown, as many are read ahead as an accumulation window has, to know which one is the
-last and how long its window is; several ranks all-reduce a flag before each batch, and the epoch ends on all of them
-when it ends on one.
+last and how long its window is. Several ranks tell each other which of them has no more batches, and the epoch ends on
+all of them when it ends on one. They ask when they have read a batch, and need the answer a step later, so that no step
+waits for a message: one more batch is read ahead.
 
 A data set may draw random numbers while it is read, interleaved with those of the model. The *replay state* of a batch
 is the random state (and the loader's state) right before it was read: resuming reads the batch again from there.
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
+from stratagem.api.late_flag import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import generators_of, in_order_of_several, restore_sampler_seeds, sampler_seeds, set_epoch
@@ -178,12 +180,23 @@ class ResumableBatches:
         iterator = self._open(position, first, replay_states.get(first, {}).get("loader"))
         batch_idx = start = first
         ahead: deque[Any] = deque()
+        #: The batch that was read last, of which it is not known yet whether all ranks have one.
+        asked: list[Any] = []
         ended = False
+        further = int(self.looks_ahead and self.run.world_size > 1)
+        ends = LateFlag(self.run.collectives.duplicate("flags") if further else self.run.collectives)
+
+        def take_asked() -> None:
+            nonlocal ended
+            ended = ended or ends.read()
+            ahead.extend([] if ended else asked)
+            asked.clear()
 
         def read_until(number: int) -> None:
             """Read the batches before `number`, or those that every rank has."""
-            nonlocal ended
-            for each in range(batch_idx + len(ahead), int(min(number, self.num_batches))):
+            first = batch_idx + len(ahead) + len(asked)
+            for each in range(first, int(min(number + further, self.num_batches))):
+                take_asked()
                 if ended:
                     return
                 if "random" in (again := replay_states.get(each, {})):
@@ -193,12 +206,15 @@ class ResumableBatches:
                 batch = next(iterator, _END)
                 self.wait.add(began, self.loader)
                 if self.looks_ahead:
-                    ended = self._ended(batch is _END)
+                    asked.append(batch)
+                    ends.send(batch is _END)
                 elif batch is _END:
                     message = f"the training loader has length {int(self.num_batches)} and yielded {each} batches"
                     raise ConfigError(message, expected="as many as its length says")
-                if not ended:
+                else:
                     ahead.append(batch)
+            if batch_idx + len(ahead) < number:
+                take_asked()
 
         if now is not None and position.batches_done and not replay_states:
             self.restore_random_state(now)
@@ -271,9 +287,6 @@ class ResumableBatches:
             replay_state["loader"] = self.loader.state_dict()
         self._replay_states = {n: old for n, old in self._replay_states.items() if n >= start}
         self._replay_states[number] = replay_state
-
-    def _ended(self, here: bool) -> bool:
-        return self.run.collectives.unchecked.any(here) if self.run.world_size > 1 else here
 
 
 def length(loader: Any) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.api.late_flag import LateFlag
 from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError, shown
 from stratagem.training import fit_state
@@ -68,6 +69,7 @@ class TrainLoop:
         self._listen_to_backward()
         self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
         self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
+        self._over = None if self.deadline is None else LateFlag(self.run.collectives.duplicate("flags"))
 
     def _custom_step(self) -> CustomStep | None:
         if self.run.manual or self.optimizer is None:
@@ -157,7 +159,10 @@ class TrainLoop:
         return 0 <= self.settings.max_steps <= self.position.global_step
 
     def _out_of_time(self) -> bool:
-        return self.deadline is not None and self.run.collectives.unchecked.any(time.monotonic() >= self.deadline)
+        """Whether max_time was over on some rank at the last call: no step waits for a message."""
+        if self.deadline is None or self._over is None:
+            return False
+        return self._over.exchange(time.monotonic() >= self.deadline)
 
     def _why_ended(self) -> str:
         """Return the limit that ended training, or the reason of what has set should_stop."""
