@@ -18,6 +18,7 @@ from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import share, train, weights_of
+from stratagem_transforms import compilation
 from stratagem_transforms.compilation import MODES, Compile, chosen, repeated
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -479,6 +480,17 @@ def _no_backend(graph, example):
     return None
 
 
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"}])
+def test_graphs_are_refused_where_a_strategy_moves_parameters(options):
+    module = Deep()
+    run = types.SimpleNamespace(device=torch.device("cuda"), shards_parameters=True, units=lambda _: [module.net[1]])
+    with pytest.raises(ConfigError, match=r"records CUDA graphs.*use compile=.max-autotune-no-cudagraphs"):
+        compilation._check_graphs(Compile(**options), module, run)
+    compilation._check_graphs(Compile(mode="max-autotune-no-cudagraphs"), module, run)
+    run.units = lambda _: []
+    compilation._check_graphs(Compile(**options), module, run)
+
+
 @pytest.mark.every_push("reduce-overhead", "cudagraphs")
 @pytest.mark.parametrize(
     ("wanted", "told"),
@@ -512,7 +524,7 @@ def test_a_machine_without_a_compiler(monkeypatch):
 @pytest.mark.parametrize(
     ("strategy", "told"),
     [
-        ({"name": "parallel", "tensor": 2}, "layers that are cut over tensor, context or expert call collectives"),
+        ({"name": "parallel", "tensor": 2}, "torch cannot compile the rules by which layers compute with parts of activations"),
         ("deepspeed_stage_3", 'choose strategy="fsdp" or "deepspeed_stage_2": stage 3 gathers'),
     ],
 )

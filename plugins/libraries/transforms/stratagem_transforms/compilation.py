@@ -71,6 +71,7 @@ class Compile(Callback):
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         if not self.disable:
             _check_tools(self, run)
+            _check_graphs(self, module, run)
         parts = [] if self.disable else self._parts(module, run)
         for part in module.modules():
             if part in _COMPILED and part not in parts:  # compiled by an earlier run, which chose other parts
@@ -345,6 +346,18 @@ def _check_tools(options: Compile, run: RunContext) -> None:
     elif options.backend == "inductor":
         problem = _missing_cpp() if run.device.type == "cpu" else _missing_triton(run)
     run.collectives.fail_together(problem)
+
+
+def _check_graphs(options: Compile, module: nn.Module, run: RunContext) -> None:
+    """Refuse CUDA graphs, which read parameters where they first were, of units that are gathered into new memory."""
+    name, value = ("mode", options.mode) if options.mode is not None else ("backend", options.backend)
+    is_graph = value in ("reduce-overhead", "max-autotune", "cudagraphs")
+    if is_graph and run.device.type == "cuda" and run.shards_parameters and run.units(module):
+        raise ConfigError(
+            f"{_PATH}.{name} is {value!r}, which records CUDA graphs, and the strategy gathers parameters into other "
+            "memory in each step",
+            expected="a mode without graphs", do=f'use {_PATH}="max-autotune-no-cudagraphs", or {_PATH}=True',
+        )  # fmt: skip
 
 
 def _missing_cpp() -> ConfigError | None:

@@ -192,8 +192,7 @@ class ParallelOptions(ProcessGroupStrategy):
             provides.add(GRADIENT_BUCKETS)
         if any(size != 1 for size in (self.tensor, self.pipeline, self.expert, self.shard)):
             provides.add(SHARDED_PARAMETERS)
-        calls_collectives = any(getattr(self, size) != 1 for size in ("tensor", "context", "expert"))
-        return Capabilities(provides=provides, conflicts={COMPILATION} if calls_collectives else set())
+        return Capabilities(provides=provides, conflicts=set() if self.tensor == 1 else {COMPILATION})
 
     @property
     def replicates(self) -> bool:
@@ -204,8 +203,8 @@ class ParallelOptions(ProcessGroupStrategy):
     def how_to_avoid(self, word: str) -> str:
         if word == COMPILATION:
             return (
-                "drop compile: layers that are cut over tensor, context or expert call collectives, which torch cannot "
-                "compile; use replicate, shard or pipeline with it"
+                "drop compile: torch cannot compile the rules by which layers compute with parts of activations; use "
+                "the other axes with it"
             )
         return ""
 

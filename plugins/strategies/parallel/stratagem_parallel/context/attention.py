@@ -51,6 +51,7 @@ class SequenceAttention:
         finally:
             self._is_local -= 1
 
+    @torch._disable_dynamo  # a compiled model calls it as it is
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,

@@ -163,9 +163,10 @@ class ContextAxis:
 
         try:
             self.length, self.is_local = length, False
-            self._difference = difference(
-                user, self.over, of_whole, of_parts, run, method, wanted=lambda: not self.is_local
-            )
+            with torch.compiler.set_stance("force_eager"):
+                self._difference = difference(
+                    user, self.over, of_whole, of_parts, run, method, wanted=lambda: not self.is_local
+                )
         finally:
             self.length, self.is_local = before
 
@@ -223,6 +224,7 @@ class ContextAxis:
                 stack.enter_context(own_random_numbers(self.over.rank, run.device))
             if self.checks and stage not in self._checked and self.length:
                 self._checked.add(stage)
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(PositionChecks(self).checking())
             if stage != "train" and run.module is not None:
                 self.compare(run.module, stage, 0, run)
@@ -273,6 +275,7 @@ def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
 # --- For the user's modules ------------------------------------------------------------------------------------------
 
 
+@torch._disable_dynamo
 def context_offset(length: int) -> int:
     """Return how many positions of each sequence are before this rank's, which has `length` of them.
 
@@ -284,6 +287,7 @@ def context_offset(length: int) -> int:
     return length * _running[-1].over.rank
 
 
+@torch._disable_dynamo
 def context_mean(total: Tensor, count: Tensor) -> Tensor:
     """Return ``total / count`` such that the mean over ranks is the mean over whole sequences. Collective.
 
@@ -296,6 +300,7 @@ def context_mean(total: Tensor, count: Tensor) -> Tensor:
     return total / mean_per_rank(count, _running[-1].over)
 
 
+@torch._disable_dynamo
 def context_sum(total: Tensor) -> Tensor:
     """Return `total` such that the mean over ranks is the sum over whole sequences.
 

@@ -44,6 +44,7 @@ class HuggingFaceModels:
         while self._handles:
             self._handles.pop().remove()
 
+    @torch._disable_dynamo
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.axis.is_running:
             return None

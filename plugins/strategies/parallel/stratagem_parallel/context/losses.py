@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from stratagem_parallel.target_numbers import divisor, number_of
@@ -37,6 +38,7 @@ class MeanOverAllTargets:
         #: True within a call that computes no sum.
         self.is_inside = False
 
+    @torch._disable_dynamo  # a compiled step calls it as it is
     def __call__(
         self, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,  # noqa: A002
         ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", **options: Any,
