@@ -27,6 +27,7 @@ class Outcomes:
 
     def __init__(self, path: Path) -> None:
         self.path, self.running = path, dict[str, dict[str, Any]]()
+        self.unreadable: set[str] = set()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
@@ -36,6 +37,12 @@ class Outcomes:
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
         if node.gateway.id == "gw0":
             self._write({"planned": len(ids)})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        # Every process of xdist collects, and each would tell.
+        if report.failed and report.nodeid not in self.unreadable:
+            self.unreadable.add(report.nodeid)
+            self._write({"test": report.nodeid, "outcome": "failed", "seconds": 0.0, "reason": report.longreprtext})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         entry = self.running.setdefault(

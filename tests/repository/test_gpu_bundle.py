@@ -69,15 +69,17 @@ def test_outcomes_are_written_as_they_come_and_tabled(run, tmp_path):
         "def test_expected(): pytest.xfail('refused')\n"
     )
     record = tmp_path / "outcomes.jsonl"
+    (tmp_path / "test_unreadable.py").write_text("import no_such_package\n")
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "outcomes", f"--outcomes={record}", "-p", "no:cacheprovider",
-        "--rootdir", tmp_path, "-c", "/dev/null", tmp_path,
+        "--continue-on-collection-errors", "--rootdir", tmp_path, "-c", "/dev/null", tmp_path,
     ]  # fmt: skip
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(RUN.parent)}, capture_output=True, check=False)
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    tests = {line["test"].split("::")[1]: line for line in lines if "test" in line}
+    tests = {line["test"].rpartition("::")[2]: line for line in lines if "test" in line}
 
-    assert lines[0] == {"planned": 5}
+    assert {"planned": 5} in lines
+    assert "no_such_package" in tests.pop("test_unreadable.py")["reason"]
     assert {name: line["outcome"] for name, line in tests.items()} == {
         "test_passes": "passed", "test_fails": "failed", "test_skips": "skipped", "test_cannot_start": "failed",
         "test_expected": "xfailed",
