@@ -60,7 +60,7 @@ def test_a_row_that_no_rank_wrote_is_refused(content, message):
         ranks[1]
 
 
-def test_another_tensor_is_no_state_of_ranks():
+def test_another_tensor_is_not_what_ranks_saved():
     with pytest.raises(CheckpointError, match="ranks is a Tensor; expected a list of mappings"):
         check_structure({"state_dict": {}, "ranks": torch.zeros(3)}, "x.ckpt")
 

@@ -54,6 +54,12 @@ def states_of_ranks(run: RunContext, mine: Mapping[str, Any]) -> Any:
     return DTensor.from_local(row[None], mesh, [Shard(0)], run_check=False)
 
 
+def gathered(ranks: Any, run: RunContext) -> Any:
+    """Return `ranks`, as `states_of_ranks` made it, whole: for a format that leaves shards to an engine. Collective."""
+    local = getattr(ranks, "to_local", None)
+    return ranks if local is None else torch.cat(run.collectives.all_gather(local()))
+
+
 def ranks_in(state: Mapping[str, Any], path: Any) -> Sequence[Mapping[str, Any]]:
     """Return what each rank saved in the `state` that `path` holds: empty if it has nothing of ranks."""
     saved = state.get("ranks", [])

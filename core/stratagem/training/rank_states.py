@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stratagem.api.world import Mesh
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: What each rank saved, in order.
 Ranks: TypeAlias = Sequence[Mapping[str, Any]]
@@ -71,3 +74,12 @@ def _joined(ranks: Ranks) -> dict[str, Any]:
         before = {name: buffer for window in windows for name, buffer in window.get("buffers", {}).items()}
         feed = {**feed, "window": {**feed["window"], "buffers": before}}
     return {**first, "buffers": buffers, "feed": feed}
+
+
+def restore_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give the buffers of `module` the values that a rank `saved`, where they fit."""
+    own = dict(module.named_buffers())
+    for name, buffer in saved.items():
+        fits = name in own and own[name].shape == getattr(buffer, "shape", None) and own[name].dtype == buffer.dtype
+        if fits and not own[name].is_meta:
+            own[name].copy_(buffer)

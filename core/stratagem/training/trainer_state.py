@@ -37,14 +37,11 @@ from stratagem.stack.identity import warn_of_differences
 from stratagem.training.datamodule import DataModule
 from stratagem.training.hyperparameters import stored_hyperparameters
 from stratagem.training.module import build, overrides
-from stratagem.training.rank_states import Ranks, check_meshes, mesh_of, with_the_same_samples
+from stratagem.training.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from stratagem.api.trainer_view import FitOutcome
     from stratagem.training.fit_state import FitState
-    from stratagem.training.module import Module
 
 
 #: Elements up to which a buffer is taken for statistics that may differ between ranks.
@@ -155,7 +152,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     ranks = ranks_in(state, path)
     mine = with_the_same_samples(ranks, run.mesh)
     if mine is not None:
-        _restore_buffers(fit.module, mine["buffers"])
+        restore_buffers(fit.module, mine["buffers"])
     with applying(f"{path}: ranks"):
         state_io.load_rank_states(run, ranks)
     fit.callback_metrics.update(ranks[0]["callback_metrics"])
@@ -236,14 +233,6 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
                     restore_random(mine[key])
     finally:
         restore_random(now)
-
-
-def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
-    own = dict(module.named_buffers())
-    for name, buffer in saved.items():
-        fits = name in own and own[name].shape == getattr(buffer, "shape", None) and own[name].dtype == buffer.dtype
-        if fits and not own[name].is_meta:
-            own[name].copy_(buffer)
 
 
 def _check_optimizers(fit: FitState, state: dict[str, Any], path: Any) -> None:

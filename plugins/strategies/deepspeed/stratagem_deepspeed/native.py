@@ -20,6 +20,7 @@ from stratagem.api import Capabilities, CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
+from stratagem.checkpoint.rank_rows import gathered
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, engine_state, folder
@@ -49,6 +50,8 @@ class DeepSpeedFormat(CheckpointFormat):
     @hookimpl
     def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
         staged, error, rest = StagedFolder(path), None, {}
+        if "ranks" in state:
+            state = state | {"ranks": gathered(state["ranks"], run)}
         held: EngineState | None = None
         try:
             held = _held(state, path)
