@@ -20,7 +20,7 @@ import stratagem as sg
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
-from stratagem_sharding import comm_hooks
+from stratagem_sharding import comm_hooks, units
 from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.shards import shard_like
 from stratagem_testing import run_in_processes
@@ -46,6 +46,34 @@ def _held(rank, world_size, options):
     momentum = sum(_local(state["momentum_buffer"]).numel() for state in trainer.run.optimizers[0].state.values())
     units = [name for name, part in trainer.run.model.named_modules() if type(part).__name__.startswith("FSDP")]
     return parameters, momentum, units
+
+
+def _sent_and_sharded(rank, world_size):
+    """Return in order what is sent from rank 0 and what is sharded, as numbers of elements."""
+    events, send, shard = [], TorchCollectives.replicate, units.fully_shard
+
+    def sent(self, tensors, src=0):
+        tensors = list(tensors)
+        if self._comparing is not None:  # which then sends without a comparison
+            events.append(("sent", sum(tensor.numel() for tensor in tensors)))
+        return send(self, tensors, src)
+
+    def sharded(unit, **options):
+        plain = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+        events.append(("sharded", sum(parameter.numel() for parameter in plain)))
+        return shard(unit, **options)
+
+    TorchCollectives.replicate, units.fully_shard = sent, sharded
+    fit(world_size, {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}, Net(seed=rank), joined_batches(1, 24))
+    return events
+
+
+@pytest.mark.slow
+def test_a_unit_gets_its_values_right_before_it_is_sharded():
+    """A model that is built whole in the CPU's memory need not fit into that of a device."""
+    sizes = [sum(parameter.numel() for parameter in Net().net[number].parameters()) for number in (0, 2, 4)]
+    for events in run_in_processes(_sent_and_sharded, 2):
+        assert events == [(what, size) for size in (*sizes, 0) for what in ("sent", "sharded")]
 
 
 def _local(tensor):

@@ -19,7 +19,7 @@ from stratagem_fsdp.clipping import clip_norm
 from stratagem_fsdp.options import FSDPOptions
 from stratagem_process_group import group_options_after
 from stratagem_sharding.comm_hooks import send_through_hooks
-from stratagem_sharding.initial_values import replicate_from_rank_0
+from stratagem_sharding.initial_values import filling_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import check_backend, device_mesh
 from stratagem_sharding.param_groups import reshard
@@ -125,7 +125,7 @@ class FSDPStrategy(FSDPOptions):
             reshard(root)  # optimizers are made of shards
             self._set_hooks(root, run)
             return root
-        fill = replicate_from_rank_0(module, "cpu" if self.cpu_offload else run.device, run)
+        fill = filling_from_rank_0(module, "cpu" if self.cpu_offload else run.device, run)
         if self.activation_checkpointing_policy is not None:
             option = "strategy.fsdp.activation_checkpointing_policy"
             recompute(user, self.activation_checkpointing_policy, option=option)
