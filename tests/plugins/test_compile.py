@@ -139,7 +139,7 @@ def test_steps_compile_under_deepspeed(deepspeed_preloaded, stage):
 @pytest.mark.every_push("offload-ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", FSDP], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("mode", ["full", "offload"])
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
 def test_with_activation_checkpointing(strategy, mode):
     checkpointing = {"policy": {Block}, "mode": mode}
     difference, graphs = compiled({"modules": {Block}}, strategy=strategy, activation_checkpointing=checkpointing)
@@ -464,9 +464,22 @@ def test_layers_of_torch_are_compiled_where_they_are_named():
     assert fit({"modules": {nn.Linear}})[2]
 
 
-def test_selective_activation_checkpointing():
-    with pytest.raises(ConfigError, match="activation_checkpointing.mode is 'selective', with which torch fails"):
-        fit({}, activation_checkpointing={"policy": {Block}, "mode": "selective"})
+def test_selective_activation_checkpointing_is_compiled_with_its_blocks():
+    graphs, checkpointing = [], {"policy": {Block}, "mode": "selective"}
+    module, batches = Deep(), joined_batches(3, 16)
+    trainer = sg.Trainer(
+        max_epochs=1, compile={"backend": counting(graphs), "modules": {Block}, "fullgraph": True},
+        activation_checkpointing=checkpointing, **QUIET,
+    )  # fmt: skip
+    trainer.fit(module, batches)
+
+    assert relative_difference(weights_of(trainer), train_module_plainly(Deep(), batches)[0]) < TOLERANCE
+    (names,) = [{str(node.target) for node in graph.graph.nodes} for graph in graphs]
+    assert any("checkpoint" in name for name in names)
+
+    sg.Trainer(max_epochs=1, activation_checkpointing=checkpointing, **QUIET).fit(eager := Deep(), batches)
+    with pytest.raises(ConfigError, match="a run without it has set activation_checkpointing.mode"):
+        sg.Trainer(max_epochs=1, compile=True, activation_checkpointing=checkpointing, **QUIET).fit(eager, batches)
 
 
 def test_a_module_that_is_compiled_already():

@@ -310,7 +310,7 @@ class CheckpointFormat(Plugin):
     kind: ClassVar[str] = "checkpoint"
     #: Appended to file names that callbacks generate.
     suffix: ClassVar[str] = ".ckpt"
-    #: `save_checkpoint` takes sharded tensors, also rows of bytes, one for each rank, under "ranks"; else all is gathered.
+    #: `save_checkpoint` takes sharded tensors, also rows of bytes of each rank, under "ranks"; else all is gathered.
     takes_shards: ClassVar[bool] = False
     #: Its files are pickles, which can execute code when they are read: only `consolidate` reads them, and it is called
     #: only for files that the user trusts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.capabilities import SHARDED_PARAMETERS
+from stratagem.api.capabilities import COMPILATION, SHARDED_PARAMETERS, Capabilities
 from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Strategy
 from stratagem.api.values import PrecisionPolicy
 
@@ -29,6 +29,12 @@ class Choices:
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded over the ranks, so that every forward needs all ranks."""
         return SHARDED_PARAMETERS in self.stack.strategy.capabilities.provides
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a plugin compiles the model."""
+        every = (getattr(choice.plugin, "capabilities", Capabilities()) for choice in self.stack.active())
+        return any(COMPILATION in each.provides for each in every)
 
     @property
     def num_processes(self) -> int:

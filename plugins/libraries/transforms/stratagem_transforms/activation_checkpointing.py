@@ -10,7 +10,8 @@ names, with any strategy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -60,7 +61,7 @@ class ActivationCheckpointing(Callback):
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         if run.stage == "train":
-            recompute(module, self.policy, self.mode)
+            recompute(module, self.policy, self.mode, compiles=run.compiles)
 
 
 def read(wanted: Any) -> tuple[Any, str]:
@@ -87,11 +88,17 @@ def read(wanted: Any) -> tuple[Any, str]:
     return policy, mode
 
 
-def recompute(module: nn.Module, policy: Any, mode: str = "full", option: str = OPTION) -> None:
-    """Recompute the modules of `module` that `policy` selects in backward; calling it again changes nothing."""
+def recompute(
+    module: nn.Module, policy: Any, mode: str = "full", option: str = OPTION, *, compiles: bool = False
+) -> None:
+    """Recompute the modules of `module` that `policy` selects in backward; calling it again changes nothing.
+
+    Args:
+        compiles: whether `module` will be compiled.
+    """
     for part in select(module, policy, option):
         if part.__dict__.get(RECOMPUTED) is None:
-            _apply(part, mode)
+            _apply(part, mode, compiles)
         elif part.__dict__[RECOMPUTED] != mode:
             raise ConfigError(
                 f"{option} is {mode!r} for {type(part).__name__}, which is under {part.__dict__[RECOMPUTED]!r} already",
@@ -99,14 +106,31 @@ def recompute(module: nn.Module, policy: Any, mode: str = "full", option: str = 
             )
 
 
-def _apply(part: nn.Module, mode: str) -> None:
+def _apply(part: nn.Module, mode: str, compiles: bool) -> None:
     from torch.distributed._composable import checkpoint
 
     if mode == "offload":
         _keep_on_cpu(part)
+    elif mode == "selective" and compiles:
+        part.__dict__["forward"] = Selective(part.forward)
     else:
         checkpoint(part, **({"context_fn": _keeping_products} if mode == "selective" else {}))
     part.__dict__[RECOMPUTED] = mode
+
+
+class Selective:
+    """A forward that backward calls again, but for matrix products: torch compiles this, and not the same in hooks."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward = forward
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        if not torch.is_grad_enabled():
+            return self._forward(*values, **options)
+        return checkpoint(self._forward, *values, use_reentrant=False, context_fn=_keeping_products, **options)
 
 
 def _keeping_products() -> Any:

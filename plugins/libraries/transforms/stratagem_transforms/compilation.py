@@ -20,7 +20,7 @@ from torch import nn
 
 from stratagem.api import COMPILATION, Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
-from stratagem_transforms.activation_checkpointing import RECOMPUTED
+from stratagem_transforms.activation_checkpointing import RECOMPUTED, Selective
 from stratagem_transforms.compilation_errors import explained
 from stratagem_transforms.wrap_policy import check_policy, children_first, select
 
@@ -224,12 +224,13 @@ def _is_torchs(part: nn.Module) -> bool:
 
 
 def _check_recomputed(module: nn.Module) -> None:
-    if any(part.__dict__.get(RECOMPUTED) == "selective" for part in module.modules()):
+    selective = [part for part in module.modules() if part.__dict__.get(RECOMPUTED) == "selective"]
+    if not all(isinstance(part.forward, Selective) for part in selective):
         raise ConfigError(
-            f"{_PATH} is set, and activation_checkpointing.mode is 'selective', with which torch fails to compile",
-            expected="'full' or 'offload'",
-            do="drop the mode; inductor itself recomputes what is cheap",
-        )
+            f"{_PATH} is set, and a run without it has set activation_checkpointing.mode 'selective', in hooks that "
+            "torch fails to compile",
+            expected="one of the two for a model", do="build the model again",
+        )  # fmt: skip
 
 
 def _matches(name: str, pattern: str) -> bool:
