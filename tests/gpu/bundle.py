@@ -34,7 +34,7 @@ LEFT_OUT = {"torch", "tensorboard", "torchvision"}
 GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 
 RUN = """#!/bin/sh
-# run test | bench [--help]: with $PYTHON, or the python3 of this machine; it needs torch and nothing else.
+# run test | bench | llama [--help]: with $PYTHON, or the python3 of this machine; it needs torch and nothing else.
 here=$(cd "$(dirname "$0")" && pwd)
 exec "${PYTHON:-python3}" "$here/tests/gpu/run.py" "$@"
 """
@@ -68,7 +68,8 @@ def copy_sources(folder: Path) -> None:
     """Copy the tests and the benchmarks into `folder`."""
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", ".*"))
     (folder / "benchmarks").mkdir()
-    shutil.copy(ROOT / "benchmarks" / "gpu.py", folder / "benchmarks")
+    for name in ("gpu.py", "llama.py"):
+        shutil.copy(ROOT / "benchmarks" / name, folder / "benchmarks")
     shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's options
 
 

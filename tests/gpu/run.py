@@ -2,6 +2,7 @@
 
     gpu-bundle/run test [--seconds 480] [--json FILE] [--cpu-only | --gpu-only] [-- options of pytest]
     gpu-bundle/run bench [--json FILE] [-- options of benchmarks/gpu.py]
+    gpu-bundle/run llama [--json FILE] [-- options of benchmarks/llama.py], on all GPUs of the machine
 
 Prints a table and writes JSON: the machine, and each test with its outcome and seconds. The exit status is 1 if a test
 failed or was not reached in time.
@@ -44,7 +45,7 @@ SELECTION = "not gpu and not slow and not sweep"
 GPU_SHARE = 0.65
 
 _MACHINE = """
-import json, platform, sys
+import json, os, platform, shutil, sys, sysconfig
 import torch
 
 def answer(ask):
@@ -59,6 +60,10 @@ facts = {
     "nccl": answer(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if torch.version.cuda else None,
     "cudnn": answer(torch.backends.cudnn.version) if count else None,
     "devices": [answer(lambda: torch.cuda.get_device_name(index)) for index in range(count)],
+    # What compiles operations of DeepSpeed, and kernels of triton: without it tests of these fail.
+    "tools": {name: shutil.which(name) for name in ("nvcc", "g++", "gcc", "ninja")} | {
+        "Python.h": os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")),
+    },
     "memory_bytes": [answer(lambda: torch.cuda.get_device_properties(index).total_memory) for index in range(count)],
 }
 json.dump(facts, sys.stdout)
@@ -70,9 +75,11 @@ def main() -> int:
     cut = words.index("--") if "--" in words else len(words)
     own, passed_on = words[:cut], words[cut + 1 :]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["test", "bench"], nargs="?", default="test")
+    parser.add_argument("what", choices=["test", "bench", "llama"], nargs="?", default="test")
     parser.add_argument("--seconds", type=float, default=480, help="for all tests; what is not reached is listed")
-    parser.add_argument("--json", type=Path, help="by default gpu-test.json or gpu-bench.json in the working folder")
+    parser.add_argument(
+        "--json", type=Path, help="by default gpu-test.json, gpu-bench.json or gpu-llama.json in the working folder"
+    )
     parser.add_argument("--workers", type=int, help="processes of the CPU part; by default one a core, 8 at most")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--gpu-only", action="store_true")
@@ -83,7 +90,9 @@ def main() -> int:
     machine = describe(environment)
     print("\n".join(f"{name:>14}: {value}" for name, value in machine.items()), flush=True)
     if arguments.what == "bench":
-        return bench(environment, path, passed_on)
+        return bench("gpu.py", environment, path, passed_on)
+    if arguments.what == "llama":
+        return bench("llama.py", environment, path, passed_on, len(machine["devices"]))
     return test(arguments, environment, machine, path, passed_on)
 
 
@@ -226,7 +235,8 @@ def pytest(
         record = Path(folder) / "outcomes.jsonl"
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outcomes", f"--outcomes={record}",
-            f"--basetemp={folder}/tests", "--rootdir", str(BUNDLE), "-c", str(BUNDLE / "pyproject.toml"), *options,
+            f"--basetemp={folder}/tests", "--continue-on-collection-errors", "--rootdir", str(BUNDLE),
+            "-c", str(BUNDLE / "pyproject.toml"), *options,
         ]  # fmt: skip
         child = subprocess.Popen(command, cwd=BUNDLE, env=environment, start_new_session=True)
         in_time = True
@@ -284,9 +294,10 @@ def table(tests: list[dict[str, Any]]) -> str:
 # --- Benchmarks --------------------------------------------------------------------------------------------------
 
 
-def bench(environment: dict[str, str], path: Path, more: list[str]) -> int:
-    """Run the benchmark, which prints a table and writes `path`."""
-    command = [sys.executable, str(BUNDLE / "benchmarks" / "gpu.py"), "--json", str(path), *more]
+def bench(name: str, environment: dict[str, str], path: Path, more: list[str], processes: int = 1) -> int:
+    """Run the benchmark `name`, which prints a table and writes `path`."""
+    start = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [sys.executable, *start, str(BUNDLE / "benchmarks" / name), "--json", str(path), *more]
     return subprocess.run(command, env=environment, check=False).returncode
 
 

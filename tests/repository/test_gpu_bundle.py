@@ -58,6 +58,18 @@ def test_every_selected_file_exists(run):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_llama_runs_both_loops(tmp_path):
+    command = [
+        sys.executable, ROOT / "benchmarks" / "llama.py", "--device", "cpu", "--small", "--rounds", "1", "--rows", "fsdp",
+        "--json", tmp_path / "llama.json",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    (row,) = json.loads((tmp_path / "llama.json").read_text())["rows"]
+    assert row["tokens_per_s_gpu"] > 0
+    assert row["by_hand_tokens_per_s_gpu"] > 0
+
+
+@pytest.mark.slow
 def test_outcomes_are_written_as_they_come_and_tabled(run, tmp_path):
     (tmp_path / "test_things.py").write_text(
         "import pytest\n"
