@@ -180,7 +180,7 @@ def save(count: int) -> str:
     }
     mine = {"random": random_state([]), "epoch_start": random_state([])}
     began = time.perf_counter()
-    Plan({"state_dict": weights, "ranks": states_of_ranks(run, mine)}, 1, count).divide(collectives)
+    Plan({"state_dict": weights, "ranks": states_of_ranks(run, lambda: mine)}, 1, count).divide(collectives)
     return f"{time.perf_counter() - began:.2f} s, {collectives.sent:,} bytes"
 
 

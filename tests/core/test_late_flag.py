@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import stratagem as sg
@@ -45,6 +46,46 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(self.samples)
+
+
+class Drawn(IterableDataset):
+    """Draws samples from the generator that the model draws from."""
+
+    def __iter__(self):
+        for _ in range(6):
+            x = torch.randn(4, 16)
+            yield x, x.sum(1, keepdim=True)
+
+
+class Noting(Net):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(float(batch[0].sum() + torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+def _seen(rank, world_size, strategy, path, resumes):
+    save = EveryBatch(lambda trainer: trainer.global_step == 2 and trainer.save_checkpoint(path))
+    trainer = sg.Trainer(
+        strategy=strategy, devices=world_size, max_epochs=2, callbacks=[] if resumes else [save], checkpoint="sharded",
+        **QUIET,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    module = Noting()
+    trainer.fit(module, DataLoader(Drawn(), batch_size=None), ckpt_path=path if resumes else None)
+    return module.seen
+
+
+@pytest.mark.slow
+def test_one_process_reads_as_far_ahead_as_several(tmp_path):
+    path, tensor = tmp_path / "x.ckpt", {"name": "parallel", "tensor": 2}
+    whole, _ = run_in_processes(_seen, 2, tensor, path, False)
+    (rest,) = run_in_processes(_seen, 1, "auto", path, True)
+    assert len(rest) == 10
+    assert rest == whole[2:]
 
 
 def _steps(rank, world_size, path):

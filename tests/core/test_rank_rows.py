@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import stratagem as sg
 from stratagem.checkpoint import rank_rows
 from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.checkpoint.rank_rows import ranks_in
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import check_structure
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, StratagemError
+from stratagem.stack.formats import format_named, write_with
 from stratagem_testing import run_in_processes
 
 
@@ -44,6 +47,15 @@ def test_a_row_has_what_the_rank_saved():
     assert checkpoint["ranks"].shape[1] < 10_000  # a view is saved without the rest of its memory
 
 
+class OfAUser(torch.Tensor):
+    pass
+
+
+def test_tensors_are_read_as_plain_ones():
+    ranks = ranks_in(saved({"plugins": {"a": torch.ones(2).as_subclass(OfAUser)}}), "x.ckpt")
+    assert type(ranks[-1]["plugins"]["a"]) is torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -63,6 +75,28 @@ def test_a_row_that_no_rank_wrote_is_refused(content, message):
 def test_another_tensor_is_not_what_ranks_saved():
     with pytest.raises(CheckpointError, match="ranks is a Tensor; expected a list of mappings"):
         check_structure({"state_dict": {}, "ranks": torch.zeros(3)}, "x.ckpt")
+
+
+def _loads(rank, world_size, path):
+    with sg.Run(strategy="ddp", devices=world_size, accelerator="cpu") as run:
+        module = nn.Linear(2, 2)
+        model, _ = run.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        try:
+            run.load(path, model=model)
+        except StratagemError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_damaged_row_fails_on_all_ranks_of_a_loop_of_ones_own(tmp_path):
+    state = {
+        "state_dict": nn.Linear(2, 2).state_dict(), "optimizers": [], "plugins": {},
+        "ranks": rows(*[rank_rows._encoded({"plugins": {}}, "")] * 3, b"text"),
+    }  # fmt: skip
+    path = tmp_path / "x.ckpt"
+    write_with(format_named("sharded"), state, path, SingleProcessRun())
+    for told in run_in_processes(_loads, 2, path):
+        assert "ranks[3] cannot be read" in told
 
 
 def _distinct(rank, world_size):

@@ -103,11 +103,11 @@ def test_each_rank_writes_its_part_and_all_of_it_once(strategy, tmp_path):
 class Marked(sg.Callback):
     """Has a state that differs between ranks, as a plugin has that keeps what each rank has left out."""
 
-    def __init__(self, unsavable=False):
-        self.unsavable = unsavable
+    def __init__(self, of_rank=lambda rank: rank):
+        self.of_rank = of_rank
 
     def rank_state(self, run):
-        return {"rank": object() if self.unsavable and run.rank else run.rank, "sizes": (run.rank, torch.float32)}
+        return {"rank": self.of_rank(run.rank), "sizes": (run.rank, torch.float32)}
 
     def load_rank_states(self, states, run):
         self.loaded = states
@@ -149,23 +149,60 @@ def test_a_rank_writes_its_own_state_and_sends_it_to_no_other(checkpoint, tmp_pa
         assert loaded == [{"rank": rank, "sizes": (rank, torch.float32)} for rank in range(3)]
 
 
-def _refused(rank, world_size, path):
-    trainer = sg.Trainer(
-        strategy="ddp",
-        devices=world_size,
-        checkpoint="sharded",
-        callbacks=[Marked(unsavable=True)],
-        **(QUIET | {"max_epochs": 1}),
-    )
+def _fitted(world_size, of_rank):
+    options = QUIET | {"max_epochs": 1, "callbacks": [Marked(of_rank)], "checkpoint": "sharded"}
+    trainer = sg.Trainer(strategy="ddp", devices=world_size, **options)
     trainer.fit(Scheduled(), share(trainer, joined_batches(2, 24)))
-    with pytest.raises(StratagemError, match=r"ranks\[1\]\.plugins.*is a object; expected tensors, numbers"):
-        trainer.save_checkpoint(path)
+    return trainer
+
+
+def _failing(rank):
+    raise ArithmeticError("not today")
+
+
+#: What rank 1 has, and what all are told.
+UNSAVABLE = {
+    r"ranks\[1\]\.plugins.*is a object; expected tensors, numbers": lambda rank: object() if rank else None,
+    r"ranks\[1\] cannot be saved \(NotImplementedError": lambda rank: torch.empty(2, device="meta" if rank else "cpu"),
+    r"ranks\[1\] cannot be saved \(ValueError": lambda rank: 10 ** (5000 * rank),
+    r"not today": lambda rank: rank and _failing(rank),
+}
+
+
+def _refused(rank, world_size, path):
+    for told, of_rank in UNSAVABLE.items():
+        trainer = _fitted(world_size, of_rank)
+        with pytest.raises((StratagemError, ArithmeticError), match=told):
+            trainer.save_checkpoint(path)
+        trainer.close()
 
 
 @pytest.mark.slow
 def test_what_one_rank_cannot_save_fails_on_all(tmp_path):
     run_in_processes(_refused, 2, tmp_path / "x.ckpt")
     assert not (tmp_path / "x.ckpt").exists()
+
+
+class OfAUser(torch.Tensor):
+    pass
+
+
+def _save_unequal(rank, world_size, path):
+    large = {0: torch.arange(800_000.0), 1: torch.ones(2).as_subclass(OfAUser)}
+    trainer = _fitted(world_size, lambda rank: large.get(rank))
+    trainer.save_checkpoint(path)
+    (mark,) = trainer.callbacks
+    trainer.fit(Scheduled(), share(trainer, joined_batches(2, 24)), ckpt_path=path)
+    return [state["rank"] for state in mark.loaded]
+
+
+@pytest.mark.slow
+def test_a_rank_with_much_more_than_the_others_does_not_pad_their_rows(tmp_path):
+    for first, second, *others in run_in_processes(_save_unequal, 4, tmp_path / "x.ckpt"):
+        assert torch.equal(first, torch.arange(800_000.0))
+        assert torch.equal(second, torch.ones(2))
+        assert others == [None, None]
+    assert (tmp_path / "x.ckpt" / "tensors.bin").stat().st_size < 5e6
 
 
 def _divided(sizes, ranks, generator):

@@ -493,7 +493,9 @@ def _no_backend(graph, example):
     return None
 
 
-@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "max-autotune"}, {"backend": "cudagraphs"}, {"options": {"triton.cudagraphs": True}}]
+)
 def test_graphs_are_refused_where_a_strategy_moves_parameters(options):
     module = Deep()
     run = types.SimpleNamespace(device=torch.device("cuda"), shards_parameters=True, units=lambda _: [module.net[1]])

@@ -4,7 +4,8 @@
 A format that writes whole tensors gets a list with the state of each rank, gathered from all. In a format that takes
 shards a rank writes its state alone, as it does with its shards: it is a row of a tensor of bytes, (ranks, bytes), in
 which a number, the length, is followed by what `torch.save` makes of a text in JSON and a list of tensors. So a save
-sends and encodes nothing that grows with the number of ranks, and a reader decodes only the rows that it asks for.
+sends 8 bytes of each rank and encodes nothing that grows with their number, and a reader decodes only the rows that it
+asks for. If a few ranks have much more than the others, rows would be mostly padding: then all is gathered.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,28 +28,35 @@ if TYPE_CHECKING:
 
 #: Bytes of the number before the content of a row.
 _LENGTH = 8
+#: Bytes of padding that do not matter.
+_PADDING = 1 << 20
 
 
-def states_of_ranks(run: RunContext, mine: Mapping[str, Any]) -> Any:
-    """Return what a checkpoint has of all ranks, if this one has `mine`; see [Note: rows of ranks]. Collective.
+def states_of_ranks(run: RunContext, state: Callable[[], Mapping[str, Any]]) -> Any:
+    """Return what a checkpoint has of all ranks, if this one has what `state` returns. Collective.
+
+    See [Note: rows of ranks].
 
     Raises:
-        CheckpointError: a value of `mine` cannot be saved; on all ranks.
+        Exception: an error of `state`, or CheckpointError: a value of it cannot be saved; on all ranks.
     """
-    collectives = run.collectives
-    if run.whole_state or collectives.world_size == 1:
+    collectives, mine, content = run.collectives, dict[str, Any](), b""
+    whole = run.whole_state or collectives.world_size == 1
+    error: Exception | None = None
+    try:
+        mine = dict(state())
+        content = b"" if whole else _encoded(mine, f"ranks[{collectives.rank}]")
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks
+        error = caught
+    collectives.fail_together(error)
+    lengths = [int(each) for each in collectives.all_gather(torch.tensor(len(content)))] if not whole else [0]
+    longest = max(lengths)
+    if whole or longest * len(lengths) > 2 * sum(lengths) + _PADDING:
         return collectives.all_gather_object(mine)
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    content, error = b"", None
-    try:
-        content = _encoded(mine, f"ranks[{collectives.rank}]")
-    except CheckpointError as caught:
-        error = caught
-    collectives.fail_together(error)
-    length = int(collectives.all_reduce(torch.tensor(len(content)), "max"))
-    row = torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8)
+    row = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
     ranks = torch.arange(collectives.world_size)
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=collectives.rank)  # it sends nothing
     return DTensor.from_local(row[None], mesh, [Shard(0)], run_check=False)
@@ -63,7 +71,14 @@ def gathered(ranks: Any, run: RunContext) -> Any:
 def ranks_in(state: Mapping[str, Any], path: Any) -> Sequence[Mapping[str, Any]]:
     """Return what each rank saved in the `state` that `path` holds: empty if it has nothing of ranks."""
     saved = state.get("ranks", [])
-    return saved if isinstance(saved, list | tuple) else _Rows(saved, path)
+    if isinstance(saved, list | tuple):
+        return saved
+    if hasattr(saved, "to_local"):
+        raise CheckpointError(
+            "what ranks save is not at hand while a checkpoint in shards is written: each rank has its row alone",
+            expected="a checkpoint that was written", do="read it from there",
+        )  # fmt: skip
+    return _Rows(saved, path)
 
 
 class _Rows(Sequence[Mapping[str, Any]]):
@@ -79,9 +94,9 @@ class _Rows(Sequence[Mapping[str, Any]]):
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
-        if not 0 <= number < len(self):
+        if not -len(self) <= number < len(self):
             raise IndexError(number)
-        return self._decoded(number)
+        return self._decoded(number % len(self))
 
     def _decode(self, number: int) -> Mapping[str, Any]:
         where = f"{self._path}: ranks[{number}]"
@@ -100,10 +115,17 @@ def _encoded(state: Mapping[str, Any], where: str) -> bytes:
     tensors: list[Tensor] = []
 
     def place(tensor: Tensor, _: str) -> int:
-        tensors.append(tensor.cpu().clone())  # torch.save would write all that a view is a part of
+        # torch.save would write all that a view is a part of, and the name of a class that is not read back.
+        tensors.append(tensor.cpu().clone().as_subclass(Tensor))
         return len(tensors) - 1
 
-    text = json.dumps(encode(state, place, where))
+    try:
+        text = json.dumps(encode(state, place, where))
+    except (RuntimeError, ValueError) as error:  # a tensor without values, numbers without end, a circle
+        raise CheckpointError(
+            f"{where} cannot be saved ({type(error).__name__}: {str(error).splitlines()[0]})",
+            expected="tensors with values, numbers, texts and containers of them", do="convert it in rank_state()",
+        ) from error  # fmt: skip
     file = io.BytesIO(bytes(_LENGTH))
     file.seek(_LENGTH)
     torch.save((text, tensors), file)

@@ -15,7 +15,7 @@ from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.own_memory import with_own_extras, with_own_memory
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
-from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
+from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, together, with_new_options
 from stratagem.checkpoint.trained_part import check_names, check_values
 from stratagem.errors import CheckpointError
 from stratagem.runtime.handles import ModelHandle
@@ -51,7 +51,7 @@ def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
         "state_dict": weights,
         "optimizers": of_optimizers,
         "plugins": {key: plugin.state_dict() for key, plugin in identity.stateful(run.stack)},
-        "ranks": states_of_ranks(run, {"plugins": rank_states(run)}),
+        "ranks": states_of_ranks(run, lambda: {"plugins": rank_states(run)}),
         "values": values,
         "format": format_tag(run.stack),
     }
@@ -67,9 +67,16 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     state["state_dict"] = outlines(state["state_dict"])
     load_optimizers(run, list(state.pop("optimizers", [])), optimizers, module, state["state_dict"], path)
     identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
+    ranks = ranks_in(state, path)
+
+    def read_some() -> None:
+        for number in range(run.rank, len(ranks), run.world_size):
+            _ = ranks[number]
+
+    together(run.collectives, read_some)
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
-    load_rank_states(run, ranks_in(state, path))
+    load_rank_states(run, ranks)
     values: dict[str, Any] = state.get("values", {})
     return values
 

@@ -184,6 +184,7 @@ def _distance(one: str, other: str) -> int | None:
 
 def _saved(state: Mapping[str, Any]) -> dict[str, Any]:
     ranks = ranks_in(state, "the checkpoint")
+    ranks = ranks if isinstance(ranks, list) else ranks[:1]  # of thousands, in which plugins are the same
     by_rank = {key: value for rank in ranks for key, value in rank.get("plugins", {}).items() if not _is_empty(value)}
     return by_rank | dict(state.get("callbacks", {})) | dict(state.get("plugins", {}))
 

@@ -84,7 +84,7 @@ def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False
         | dump_optimizers(fit)
         | {
             "loop": fit.position.state_dict(),
-            "ranks": states_of_ranks(run, _of_this_rank(fit)),
+            "ranks": states_of_ranks(run, lambda: _of_this_rank(fit)),
             "callbacks": {key: value for key, value in plugins.items() if key.startswith("callback.")},
             "plugins": {key: value for key, value in plugins.items() if not key.startswith("callback.")},
         }

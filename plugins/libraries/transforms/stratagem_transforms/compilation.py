@@ -353,6 +353,8 @@ def _check_graphs(options: Compile, module: nn.Module, run: RunContext) -> None:
     """Refuse CUDA graphs, which read parameters where they first were, of units that are gathered into new memory."""
     name, value = ("mode", options.mode) if options.mode is not None else ("backend", options.backend)
     is_graph = value in ("reduce-overhead", "max-autotune", "cudagraphs")
+    if (options.options or {}).get("triton.cudagraphs"):
+        name, value, is_graph = "options", options.options, True
     if is_graph and run.device.type == "cuda" and run.shards_parameters and run.units(module):
         raise ConfigError(
             f"{_PATH}.{name} is {value!r}, which records CUDA graphs, and the strategy gathers parameters into other "

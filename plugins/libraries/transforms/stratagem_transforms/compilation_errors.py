@@ -27,8 +27,8 @@ def explained(error: BaseException, backend: Any, *, fullgraph: bool) -> BaseExc
     elif fullgraph:
         new = ConfigError(
             f"compile.fullgraph is True, and the code cannot be compiled as one graph ({said})",
-            expected="code without calls that split the graph, such as self.log or self.trainer",
-            do="name the layers to compile in compile.modules, or drop fullgraph",
+            expected="code without calls that split the graph, such as self.log or what sends to other ranks",
+            do="name layers without such calls in compile.modules, or drop fullgraph",
         )
     else:
         return error
