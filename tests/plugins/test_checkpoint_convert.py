@@ -47,7 +47,7 @@ def written(tmp_path_factory):
     return folder
 
 
-@pytest.mark.every_push("safetensors-sharded")
+@pytest.mark.every_push("safetensors-sharded", "sharded-safetensors")
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(FORMATS, FORMATS)))
 def test_any_format_becomes_any_other_and_trains_on(source, target, written, tmp_path, capsys):

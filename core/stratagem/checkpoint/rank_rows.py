@@ -128,7 +128,8 @@ def _encoded(state: Mapping[str, Any], where: str) -> bytes:
         ) from error  # fmt: skip
     file = io.BytesIO(bytes(_LENGTH))
     file.seek(_LENGTH)
-    torch.save((text, tensors), file)
+    # Not as a zip archive, whose directory is at the end: a file that ends with such a row would be taken for one.
+    torch.save((text, tensors), file, _use_new_zipfile_serialization=False)
     length = file.tell() - _LENGTH
     file.seek(0)
     file.write(length.to_bytes(_LENGTH, "little"))
