@@ -34,11 +34,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import stratagem as sg
+from gpu import Clock, synchronize
 from stratagem_callbacks import throughput
 
 #: Tokens per second and GPU of torchtitan on 8 H100s (96 GB, 500 W), in its report of December 2024.
-PUBLISHED = {"fsdp": 5762, "fsdp, compile": 6667, "fsdp, compile, float8": 8532}
-ROWS = ("fsdp", "fsdp, compile")
+PUBLISHED = {"fsdp": 5762, "fsdp, compile": 6667}
 #: Seconds that a round takes at least on a GPU, after which clocks are steady.
 ROUND_S = 5.0
 
@@ -149,10 +149,6 @@ class Job:
             made = [batch.pin_memory() for batch in made]
         return [made[number % len(made)] for number in range(self.warmup + self.steps)]
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
 
 def by_hand(job: Job, compiles: bool) -> float:
     """Return the seconds of a step of FSDP2 in plain PyTorch."""
@@ -178,31 +174,15 @@ def by_hand(job: Job, compiles: bool) -> float:
         optimizer.step()
         optimizer.zero_grad()
         if index == job.warmup - 1:
-            job.wait()
+            synchronize(job.device)
             started = time.perf_counter()
-    job.wait()
+    synchronize(job.device)
     return (time.perf_counter() - started) / job.steps
-
-
-class Clock(sg.Callback):
-    """Seconds from the end of the warm-up to the end of the last batch."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.started, self.seconds = job, 0.0, 0.0
-
-    @sg.hookimpl
-    def on_train_batch_end(self, batch_idx: int) -> None:
-        if batch_idx == self.job.warmup - 1:
-            self.job.wait()
-            self.started = time.perf_counter()
-        elif batch_idx == self.job.warmup + self.job.steps - 1:
-            self.job.wait()
-            self.seconds = time.perf_counter() - self.started
 
 
 def with_trainer(job: Job, compiles: bool) -> float:
     """Return the seconds of a step with the trainer."""
-    clock = Clock(job)
+    clock = Clock(job.warmup - 1, job.warmup + job.steps - 1, job.device)
     trainer = sg.Trainer(
         max_epochs=1, accelerator=job.device.type, devices=job.ranks, callbacks=[clock], compile=compiles or None,
         strategy={"name": "fsdp", "auto_wrap_policy": {Block}, "mixed_precision": job.policy},
@@ -249,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("llama.json"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", nargs="*", choices=ROWS, default=ROWS)
+    parser.add_argument("--rows", nargs="*", choices=PUBLISHED, default=PUBLISHED)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="a small model: to test this program, not to measure")
     arguments = parser.parse_args()

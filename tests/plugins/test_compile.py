@@ -494,8 +494,12 @@ def _no_backend(graph, example):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "max-autotune"}, {"backend": "cudagraphs"}, {"options": {"triton.cudagraphs": True}}]
-)
+    "options",
+    [
+        {"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"},
+        {"options": {"triton.cudagraphs": True}},
+    ],
+)  # fmt: skip
 def test_graphs_are_refused_where_a_strategy_moves_parameters(options):
     module = Deep()
     run = types.SimpleNamespace(device=torch.device("cuda"), shards_parameters=True, units=lambda _: [module.net[1]])

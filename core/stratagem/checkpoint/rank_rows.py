@@ -49,9 +49,11 @@ def states_of_ranks(run: RunContext, state: Callable[[], Mapping[str, Any]]) -> 
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
         error = caught
     collectives.fail_together(error)
-    lengths = [int(each) for each in collectives.all_gather(torch.tensor(len(content)))] if not whole else [0]
+    if whole:
+        return collectives.all_gather_object(mine)
+    lengths = torch.stack(collectives.all_gather(torch.tensor(len(content)))).tolist()
     longest = max(lengths)
-    if whole or longest * len(lengths) > 2 * sum(lengths) + _PADDING:
+    if longest * len(lengths) > 2 * sum(lengths) + _PADDING:
         return collectives.all_gather_object(mine)
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard

@@ -73,8 +73,6 @@ class ResumableBatches:
         #: Replay states of the batches of the open window, of this batch and of the one read ahead, where needed.
         self._replay_states: dict[int, dict[str, Any]] = {}
         self._accumulate = 1
-        #: How many batches more than a window are read ahead.
-        self._further = 0
         self._buffers = _Buffers(module)
         self.wait = LoaderWait(warns=run.is_global_zero)
 
@@ -112,7 +110,6 @@ class ResumableBatches:
         state: dict[str, Any] = {
             "marks": {n: replay_state for n, replay_state in self._replay_states.items() if n >= done},
             "accumulate": 1,
-            "further": self._further,
         }
         if self.stateful and not state["marks"]:
             state["marks"][done] = {"loader": self.loader.state_dict()}
@@ -186,9 +183,9 @@ class ResumableBatches:
         #: The batch that was read last, of which it is not known yet whether all ranks have one.
         asked: list[Any] = []
         ended = False
-        # As many with one process as with several, and after resuming: a data set may draw random numbers between the
+        # With one process, too, which may resume what several saved: a data set may draw random numbers between the
         # model's.
-        further = self._further = (resumed.get("further", 0) if resumed else 1) if self.looks_ahead else 0
+        further = int(self.looks_ahead)
         ends = LateFlag(self.run.collectives.duplicate("flags") if self.looks_ahead else self.run.collectives)
 
         def take_asked() -> None:

@@ -163,10 +163,9 @@ class ContextAxis:
 
         try:
             self.length, self.is_local = length, False
-            with torch.compiler.set_stance("force_eager"):
-                self._difference = difference(
-                    user, self.over, of_whole, of_parts, run, method, wanted=lambda: not self.is_local
-                )
+            self._difference = difference(
+                user, self.over, of_whole, of_parts, run, method, wanted=lambda: not self.is_local
+            )
         finally:
             self.length, self.is_local = before
 
