@@ -26,9 +26,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stratagem.api.traffic import Traffic
-from stratagem_parallel.tensor import cut_layers
+from stratagem_parallel.tensor import connect, cut_layers
 from stratagem_parallel.tensor.moves import Line
 from stratagem_parallel.tensor.slices import as_slice
+from stratagem_parallel.tensor.traced import ListsOfSlices
 
 WIDTH, HEADS, KEYS, LENGTH, SIZE = 64, 8, 4, 8, 2
 
@@ -66,7 +67,8 @@ class Block(nn.Module):
         k = rotated(self.k(x).view(batch, length, KEYS, self.head).transpose(1, 2), cos, sin)
         v = self.v(x).view(batch, length, KEYS, self.head).transpose(1, 2)
         k, v = (each.repeat_interleave(HEADS // KEYS, dim=1) for each in (k, v))
-        out = (q @ k.transpose(-1, -2) / self.head**0.5).softmax(-1) @ v
+        weights = (torch.matmul(q, k.transpose(-1, -2)) / self.head**0.5).softmax(-1)
+        out = torch.matmul(weights, v)
         return self.o(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -96,17 +98,29 @@ def forwards() -> dict[str, Callable[[], Any]]:
     plain, ours = Block(), Block()
     styles = dict.fromkeys(COLWISE, "colwise") | dict.fromkeys(ROWWISE, "rowwise")
     cut_layers(ours, styles, over, mesh, lambda _: None)
+    traced = Block()
+    cut_layers(traced, styles, over, mesh, lambda _: None)
+    connect(traced, over, traced=True)
     torchs, given = cut_by_dtensor(Block(), mesh)
+    graph, torchs_graph, traced_graph = (torch.compile(each, fullgraph=True) for each in (plain, torchs, traced))
+
+    def compiled() -> Any:
+        with ListsOfSlices():  # as in a step
+            return traced_graph(x, cos, sin)
+
     return {
         "plain": lambda: plain(x, cos, sin),
         "DTensor": lambda: torchs(given(x), given(cos), given(sin)),
         "stratagem": lambda: ours(x, cos, sin),
+        "plain, compiled": lambda: graph(x, cos, sin),
+        "DTensor, compiled": lambda: torchs_graph(given(x), given(cos), given(sin)),
+        "stratagem, compiled": compiled,
     }
 
 
 def operations(function: Callable[[Any], Any]) -> dict[str, Callable[[], Any]]:
     """Return one operation by what it is applied to."""
-    line = Line(SimpleNamespace(rank=0, world_size=SIZE), None)  # type: ignore[arg-type]
+    line = Line(SimpleNamespace(rank=0, world_size=SIZE, group=None), None)  # type: ignore[arg-type]
     part = torch.randn(2, LENGTH, WIDTH // SIZE, requires_grad=True)
     ours = as_slice(part, -1, WIDTH, line)
     torchs = DTensor.from_local(part, init_device_mesh("cpu", (SIZE,)), [Shard(2)])
@@ -135,7 +149,9 @@ def main() -> None:
     print("| microseconds of the host | plain | DTensor | stratagem | to DTensor |\n|---|---|---|---|---|")
     for name, function in OPERATIONS.items():
         show(name, best(operations(function), arguments.rounds, 300))
-    show("a block's forward", best(forwards(), arguments.rounds, 20))
+    of_block = best(forwards(), arguments.rounds, 20)
+    show("a block's forward", {name: of_block[name] for name in ("plain", "DTensor", "stratagem")})
+    show("compiled", {name: of_block[f"{name}, compiled"] for name in ("plain", "DTensor", "stratagem")})
     dist.destroy_process_group()
 
 

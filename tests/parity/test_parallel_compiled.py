@@ -1,15 +1,26 @@
-"""`compile` under the axes whose layers send within a forward: they are called as they are, and what is between is compiled."""
+"""`compile` under the axes whose layers send within a forward.
+
+Layers that `tensor` cuts are compiled with what they send. Attention under `context` and layers of experts are called as
+they are, and what is between is compiled.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+
 import pytest
-from parallel_models import GPT, LENGTH, Block, texts, train_plainly
+import torch
+from parallel_models import GPT, LENGTH, Attention, Block, StackedGPT, texts, train_plainly
+from parallel_models import Llama as TensorLlama
 from test_parallel_context import Llama, labelled
 from test_parallel_expert import BATCHES, Mixture
+from test_parallel_tensor import LAYERS, NORMS, PLANS
+from test_parallel_together import STACKED_VOCAB
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import stratagem as sg
-from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import relative_difference, train_module_plainly
 from stratagem_testing.training import share, weights_of
@@ -21,12 +32,13 @@ QUIET = {
 TOLERANCE = 2e-6
 
 
-def fitted(module, batches, strategy, world_size, **wanted):
+def fitted(module, batches, strategy, world_size, arguments=None, **wanted):
     """Train `module` with ``compile``; return its weights, and how many graphs were compiled."""
     backend = CompileCounterWithBackend("aot_eager")
     trainer = sg.Trainer(
-        strategy=strategy, devices=world_size, gradient_clip_val=0.5, compile={"backend": backend} | wanted, **QUIET
-    )
+        strategy=strategy, devices=world_size, gradient_clip_val=0.5, compile={"backend": backend} | wanted,
+        **QUIET | (arguments or {}),
+    )  # fmt: skip
     trainer.fit(module, share(trainer, batches))
     return weights_of(trainer), backend.frame_count
 
@@ -39,6 +51,28 @@ def _context(method, **wanted):
         return relative_difference(weights, plain), max(norms), graphs
 
     return train
+
+
+def _tensor(make=GPT, arguments=None, sizes=None, **wanted):
+    def train(rank, world_size):
+        batches, options = texts(4, 8), {"name": "parallel", "plan": PLANS["all"], "tensor": 2} | (sizes or {})
+        plain, norms = train_plainly(make(), batches, max_norm=0.5)
+        weights, graphs = fitted(make(), batches, options, world_size, arguments, **wanted)
+        return relative_difference(weights, plain), max(norms), graphs
+
+    return train
+
+
+def _plain_afterwards(rank, world_size):
+    """Compile, then go on with the same model without, and compile again."""
+    module, plain, norms, graphs = GPT(), GPT(), [], []
+    for disable in (False, True, False):
+        options = {"name": "parallel", "plan": LAYERS | NORMS, "tensor": world_size}
+        norms += train_plainly(plain, texts(3, 4), max_norm=0.5)[1]
+        weights, found = fitted(module, texts(3, 4), options, world_size, modules={Block}, disable=disable)
+        graphs.append(found)
+    assert graphs[1] == 0
+    return relative_difference(weights, plain.state_dict()), max(norms), graphs[0]
 
 
 def _hugging_face(rank, world_size):
@@ -68,6 +102,23 @@ def _one_after_the_other(rank, world_size):
     return relative_difference(weights, plain.state_dict()), max(norms), min(graphs[:2])
 
 
+#: What may be repeated in backward is compiled with what repeats it.
+SELECTIVE = {"activation_checkpointing": {"policy": {Block}, "mode": "selective"}}
+ONE_GRAPH = {"modules": {Block}, "fullgraph": True}
+TENSOR = {
+    "blocks, as one graph": _tensor(**ONE_GRAPH), "steps of any plan": _tensor(),
+    "a llama, in one graph": _tensor(functools.partial(TensorLlama, True), sizes={"plan": None}, fullgraph=True),
+    "parts of blocks": _tensor(modules={Attention}),
+    "heads that do not divide": _tensor(functools.partial(GPT, heads=1), **ONE_GRAPH),
+    "selective": _tensor(arguments=SELECTIVE, **ONE_GRAPH),
+    "repeated": _tensor(arguments={"activation_checkpointing": {"policy": {Block}}}, modules={Block}),
+    "sizes that vary": _tensor(dynamic=True, modules={Block}), "plain afterwards": _plain_afterwards,
+}  # fmt: skip
+TWO_AXES = {
+    "shard": _tensor(sizes={"shard": 2, "auto_wrap_policy": {Block}}), "replicate": _tensor(sizes={"replicate": 2}),
+    "context": _tensor(sizes={"context": 2}),
+    "pipeline": _tensor(StackedGPT, sizes={"pipeline": 2, "plan": STACKED_VOCAB | {"*.norm*": "sequence"}}),
+}  # fmt: skip
 CASES = {
     "steps around ulysses": _context("ulysses"), "blocks around all-gather": _context("all_gather", modules={Block}),
     "hugging face": _hugging_face, "experts": _experts, "one after the other": _one_after_the_other,
@@ -75,15 +126,42 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.every_push("steps around ulysses")
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.every_push("steps around ulysses", "blocks, as one graph")
+@pytest.mark.parametrize("case", [*CASES, *TENSOR, *TWO_AXES])
 def test_trains_as_without_compile(case):
-    for difference, norm, graphs in run_in_processes(CASES[case], 2, limit_s=300):
+    every, world_size = CASES | TENSOR | TWO_AXES, 4 if case in TWO_AXES else 2
+    for difference, norm, graphs in run_in_processes(every[case], world_size, limit_s=300):
         assert norm > 1
         assert difference < TOLERANCE
         assert graphs > 0
 
 
-def test_tensor_parallelism_is_refused():
-    with pytest.raises(ConfigError, match="torch cannot compile the rules by which layers compute"):
-        sg.Trainer(strategy={"name": "parallel", "tensor": 2, "context": 2}, devices=4, compile=True, **QUIET)
+def _messages(rank, world_size, plan):
+    """Return how often each graph of a layer sends: the forwards', then those of backward."""
+    found = []
+
+    def counting(graph, _inputs):
+        found.append(Counter(node.target.name().split("::")[1].split(".")[0] for node in graph.graph.nodes
+                             if isinstance(node.target, torch._ops.OpOverload) and "wait" not in node.target.name()
+                             and node.target.namespace == "_c10d_functional"))  # fmt: skip
+        return graph.forward
+
+    trainer = sg.Trainer(
+        strategy={"name": "parallel", "plan": plan, "tensor": world_size}, devices=world_size,
+        compile={"backend": aot_autograd(fw_compiler=counting, bw_compiler=counting)} | ONE_GRAPH, **QUIET,
+    )  # fmt: skip
+    trainer.fit(GPT(layers=3), texts(3, 4))
+    return found
+
+
+SUMS, PARTS = {"all_reduce": 2}, {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+#: Gradients of norms and biases are sums of the ranks' with sequences that are cut; the first layer cuts its input.
+NORMS_TOO = PARTS | {"all_reduce": 6}
+GRAPHS = {"layers": [SUMS, SUMS], "sequence": [PARTS, PARTS, NORMS_TOO, NORMS_TOO | {"all_gather_into_tensor": 4}]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", list(GRAPHS))
+def test_equal_layers_share_a_graph_and_what_takes_the_same_a_message(plan):
+    for found in run_in_processes(_messages, 2, PLANS[plan], limit_s=300):
+        assert found == GRAPHS[plan]

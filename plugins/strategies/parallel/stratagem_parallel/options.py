@@ -11,7 +11,6 @@ from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
-    COMPILATION,
     CUSTOM_CLIPPING,
     CUSTOM_STEP,
     FULL_STATE,
@@ -192,21 +191,13 @@ class ParallelOptions(ProcessGroupStrategy):
             provides.add(GRADIENT_BUCKETS)
         if any(size != 1 for size in (self.tensor, self.pipeline, self.expert, self.shard)):
             provides.add(SHARDED_PARAMETERS)
-        return Capabilities(provides=provides, conflicts=set() if self.tensor == 1 else {COMPILATION})
+        return Capabilities(provides=provides)
 
     @property
     def replicates(self) -> bool:
         """Whether there may be replicas, whose gradients are averaged in buckets."""
         automatic = any(getattr(self, size) == "auto" for size in SIZES if size != "replicate")
         return self.replicate not in (None, 1) or (self.replicate is None and not automatic)
-
-    def how_to_avoid(self, word: str) -> str:
-        if word == COMPILATION:
-            return (
-                "drop compile: torch cannot compile the rules by which layers compute with parts of activations; use "
-                "the other axes with it"
-            )
-        return ""
 
     def how_to_provide(self, word: str) -> str:
         if word == GRADIENT_BUCKETS:

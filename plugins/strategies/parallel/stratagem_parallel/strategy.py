@@ -27,7 +27,7 @@ from stratagem_parallel.placement import MODEL_AXES, copies, cut_axes
 from stratagem_parallel.same_batches import SameBatches
 from stratagem_parallel.sharded import POLICY, Sharding
 from stratagem_parallel.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from stratagem_parallel.tensor import cut_layers, described, named_use, reconnect, share_parts, whole_outputs
+from stratagem_parallel.tensor import connect, cut_layers, described, named_use, share_parts, whole_outputs
 from stratagem_process_group import group_options_after
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
@@ -121,8 +121,7 @@ class ParallelStrategy(ParallelOptions):
         user = module.get_submodule("module")
         self._stop_averaging()
         root = self._wrapped_earlier(user) or module
-        if self._mesh.size("tensor") > 1:
-            reconnect(user, self._groups.over("tensor"))
+        self._connect_layers(user, run)
         self._share_random_numbers(run)
         self._open_pipeline(user, run)
         if self._expert is not None:
@@ -132,6 +131,7 @@ class ParallelStrategy(ParallelOptions):
         if root is module:
             self._cut(module, user, run)
             user.__dict__[_WRAPPED] = (module, self._device_mesh)
+            self._connect_layers(user, run)
         if self._sharding is not None:
             self._sharding.watch(root, self._groups.over("data", *SIZES[2:]), run)
         if run.stage == "train":
@@ -188,6 +188,10 @@ class ParallelStrategy(ParallelOptions):
         if self.plan == "auto":
             run.print(described(self._layers, user, over.world_size))
         module.register_forward_hook(whole_outputs)
+
+    def _connect_layers(self, user: nn.Module, run: RunContext) -> None:
+        if self._mesh.size("tensor") > 1:
+            connect(user, self._groups.over("tensor"), traced=run.compiles)
 
     def _share_random_numbers(self, run: RunContext) -> None:
         """Give ranks that read the same samples the same random numbers. Collective."""

@@ -16,7 +16,9 @@ from stratagem_parallel.tensor.cutting import cut, styled
 from stratagem_parallel.tensor.moves import Line
 from stratagem_parallel.tensor.plan import plan_of
 from stratagem_parallel.tensor.slices import all_whole
+from stratagem_parallel.tensor.traced import ListsOfSlices
 from stratagem_sharding.sharded_use import is_sharded_use, tensors_in_use
+from stratagem_transforms.activation_checkpointing import Selective
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from stratagem.api import Collectives
 
-__all__ = ["cut_layers", "described", "named_use", "reconnect", "share_parts", "whole_outputs"]
+__all__ = ["connect", "cut_layers", "described", "named_use", "share_parts", "whole_outputs"]
 
 #: Where a module that was cut remembers the ranks that hold its parts.
 _LINE = "_stratagem_tensor_line"
@@ -55,11 +57,16 @@ def whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     return all_whole(output)
 
 
-def reconnect(user: nn.Module, over: Collectives) -> None:
-    """Let the layers of `user` that an earlier call of the trainer cut send over `over`."""
+def connect(user: nn.Module, over: Collectives, *, traced: bool) -> None:
+    """Let the layers of `user` that are cut send over `over`.
+
+    Args:
+        traced: whether torch's compiler traces what they compute.
+    """
     line = user.__dict__.get(_LINE)
     if line is not None:
-        line.over = over
+        line.connect(over, traced=traced)
+        line.shares = not any(isinstance(part.forward, Selective) for part in user.modules())
 
 
 def share_parts(user: nn.Module, over: Collectives) -> None:
@@ -89,8 +96,10 @@ def described(plan: dict[str, Any], user: nn.Module, size: int) -> str:
 @contextlib.contextmanager
 def named_use(user: nn.Module) -> Iterator[None]:
     """Within a step: an operation on a parameter that is cut, outside of its layer, is an error that names it."""
+    line = user.__dict__.get(_LINE)
     try:
-        yield
+        with ListsOfSlices() if line is not None and line.traced else contextlib.nullcontext():
+            yield
     except RuntimeError as error:
         if not is_sharded_use(error):
             raise
@@ -110,7 +119,6 @@ def named_use(user: nn.Module) -> Iterator[None]:
             do=f"call the layer (a Linear that is tied to an Embedding), or leave {layer!r} out of the plan",
         ) from error
     finally:
-        line = user.__dict__.get(_LINE)
         if line is not None:
             line.forget()
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from stratagem.api.parameters import take_place
 from stratagem.errors import ConfigError
 from stratagem_parallel.placement import check_no_hooks
-from stratagem_parallel.tensor.styles import WHOLE, Foreign, Style, check_embedding, style_class
+from stratagem_parallel.tensor.styles import WHOLE, Foreign, Rowwise, Style, check_embedding, style_class
 
 if TYPE_CHECKING:
     from stratagem_parallel.tensor.moves import Line
@@ -59,6 +59,9 @@ def styled(module: nn.Module, plan: Plan, line: Line, where: str) -> Styled:
         _check_hooks(part, name, [key for key in kind.cuts if part._parameters.get(key) is not None])
         found[name] = part, kind(line, by_sequence), None
     _check_tied(module, found, where)
+    closed = {name.rpartition(".")[0] for name, (_, style, _) in found.items() if isinstance(style, Rowwise)}
+    for name, (_, style, _) in found.items():
+        style.has_taker = name.rpartition(".")[0] in closed
     return found
 
 

@@ -47,8 +47,8 @@ class _NegativeLogLikelihood(torch.autograd.Function):
 
 
 def _check_in_range(target: Tensor, out_of_range: Tensor) -> None:
-    """Fail as ``F.cross_entropy`` does: on a GPU by an assertion there, for which the host does not wait."""
-    if target.device.type != "cpu":
+    """Fail as ``F.cross_entropy`` does: on a GPU, and in compiled code, by an assertion that is part of the graph."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(out_of_range.logical_not().all(), "cross_entropy: a target is out of bounds")
     elif bool(out_of_range.any()):
         raise IndexError(f"Target {int(target[out_of_range][0])} is out of bounds.")

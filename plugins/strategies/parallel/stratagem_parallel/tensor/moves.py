@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from stratagem_parallel.exchange import gather_into, sum_into
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,22 +29,41 @@ class Line:
     """The ranks of one `tensor` axis: those that hold the parts of one model's layers."""
 
     def __init__(self, over: Collectives, mesh: DeviceMesh) -> None:
-        self.over, self.mesh = over, mesh
-        self.rank, self.size = over.rank, over.world_size
-        #: The last tensor that was shared, its version then, and what was returned for it.
-        self._shared: tuple[Any, int, Tensor] | None = None
+        self.mesh, self.rank, self.size = mesh, over.rank, over.world_size
+        self.connect(over, traced=False)
+        #: Whether compiled layers share what they take: torch traces no changes of `self` in what backward repeats.
+        self.shares = True
+        #: The last value that was shared, its version and the mode of gradients then, and what was returned for it.
+        self._shared: tuple[Any, tuple[int, bool], Tensor] | None = None
+        #: The last value that was shared in code that torch's compiler traces, and what was returned for it.
+        self._traced: tuple[Any, Tensor] | None = None
+
+    def connect(self, over: Collectives, *, traced: bool) -> None:
+        """Send over `over`; `traced` says whether torch's compiler traces what layers compute."""
+        self.over, self.traced = over, traced
+        group = over.group or dist.group.WORLD
+        assert group is not None, "ranks are connected"
+        self._group_name: str = group.group_name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Line:
         return self  # a copied module computes with the same ranks
 
-    def shared(self, tensor: Tensor) -> Tensor:
-        """Return `used_by_parts` of `tensor`, the same for all layers that take it: one sum of gradients for all."""
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor
-        if self._shared is not None and self._shared[0]() is tensor and self._shared[1] == tensor._version:
+    def shared(self, value: Any, part: Tensor, make: Callable[[Any, Line], Tensor]) -> Tensor:
+        """Return ``make(value, self)``, the same for all layers that take `value`: one message for all.
+
+        Args:
+            part: the tensor that `value` is, or its part.
+        """
+        if self.traced:
+            if self._traced is None or self._traced[0] is not value:
+                self._traced = value, make(value, self)
+            return self._traced[1]
+        state = part._version, torch.is_grad_enabled()
+        if self._shared is not None and self._shared[0]() is value and self._shared[1] == state:
             return self._shared[2]
-        used = used_by_parts(tensor, self)
-        self._shared = weakref.ref(tensor, self._forget), tensor._version, used
+        used = make(value, self)
+        if used is not value:
+            self._shared = weakref.ref(value, self._forget), state, used
         return used
 
     def _forget(self, reference: Any) -> None:
@@ -51,7 +72,11 @@ class Line:
 
     def forget(self) -> None:
         """Forget the last activation that layers shared: called after a step."""
-        self._shared = None
+        self._shared = self._traced = None
+
+    def end_group(self) -> None:
+        """Forget what layers shared in compiled code: called by the layer that takes their results."""
+        self._traced = None
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return the offset and the length of this rank's part of a dimension of `size`."""
@@ -73,6 +98,8 @@ class Line:
 
     def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
         tensor = tensor.contiguous()
+        if torch.compiler.is_compiling():
+            return _received("all_reduce", tensor, "max" if op == dist.ReduceOp.MAX else "sum", self._group_name)
         self.over.traffic.add("all_reduce", tensor.nbytes, self.size)
         dist.all_reduce(tensor, op, group=self.over.group)
         return tensor
@@ -81,8 +108,12 @@ class Line:
         """Return the whole of which each rank has a `part` along `dim`; `size` is the whole's. Collective."""
         chunk = -(-size // self.size)
         part = _padded(part, dim, chunk).contiguous()
-        parts = part.new_empty(self.size, *part.shape)
-        gather_into(parts.flatten(0, 1), part, self.over)
+        if torch.compiler.is_compiling():
+            parts = _received("all_gather_into_tensor", part, self.size, self._group_name)
+            parts = parts.view(self.size, *part.shape)
+        else:
+            parts = part.new_empty(self.size, *part.shape)
+            gather_into(parts.flatten(0, 1), part, self.over)
         whole = parts.movedim(0, dim).flatten(dim, dim + 1)  # a copy, unless `dim` is the first
         return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size)
 
@@ -90,10 +121,22 @@ class Line:
         """Return this rank's part along `dim` of the sum over the ranks. Collective."""
         size = summand.shape[dim]
         chunk = -(-size // self.size)
-        pieces = _padded(summand, dim, chunk * self.size).unflatten(dim, (self.size, chunk)).movedim(dim, 0)
-        part = summand.new_empty(pieces.shape[1:])
-        sum_into(part, pieces.contiguous().flatten(0, 1), self.over)
+        padded = _padded(summand, dim, chunk * self.size)
+        pieces = padded.reshape(*padded.shape[:dim], self.size, chunk, *padded.shape[dim + 1 :]).movedim(dim, 0)
+        pieces = pieces.contiguous().flatten(0, 1)
+        if torch.compiler.is_compiling():
+            part = _received("reduce_scatter_tensor", pieces, "sum", self.size, self._group_name)
+        else:
+            part = summand.new_empty(pieces.shape[0] // self.size, *pieces.shape[1:])
+            sum_into(part, pieces, self.over)
         return part.narrow(dim, 0, self.bounds(size)[1])
+
+
+def _received(name: str, *given: Any) -> Tensor:
+    """Return the result of one of torch's functional collectives, which its compiler traces."""
+    sent = getattr(torch.ops._c10d_functional, name)(*given)
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return received
 
 
 def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from stratagem_parallel.tensor.moves import Line, part_of, used_by_parts
-from stratagem_parallel.tensor.slices import Slice, part_of_slice
+from stratagem_parallel.tensor.slices import SLICES, AnySlice, part_of_slice
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
@@ -17,11 +17,11 @@ class NoRule(Exception):
     """Parts are not enough: the whole is needed."""
 
 
-def layout_of(made: Slice) -> tuple[int, int, Line]:
+def layout_of(made: AnySlice) -> tuple[int, int, Line]:
     return made.cut, made.shape[made.cut], made.line
 
 
-def common(slices: list[Slice]) -> tuple[int, int, Line]:
+def common(slices: list[AnySlice]) -> tuple[int, int, Line]:
     """Return the dimension that all `slices` are cut along, counted from the last as 1, its size, and the ranks."""
     first = slices[0]
     from_right, size = first.dim() - first.cut, first.shape[first.cut]
@@ -33,7 +33,7 @@ def common(slices: list[Slice]) -> tuple[int, int, Line]:
 
 def matching(value: Any, from_right: int, size: int, line: Line) -> Any:
     """Return the part of `value` that goes with parts; what is broadcast along the cut dimension as it is."""
-    if isinstance(value, Slice):
+    if isinstance(value, SLICES):
         return part_of_slice(value)
     if not isinstance(value, Tensor):
         return value

@@ -15,7 +15,8 @@ from stratagem_parallel.tensor.loss import cross_entropy
 from stratagem_parallel.tensor.moves import used_by_parts
 from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
 from stratagem_parallel.tensor.random_numbers import of_this_part
-from stratagem_parallel.tensor.slices import Slice, all_whole, as_slice, part_of_slice
+from stratagem_parallel.tensor.slices import SLICES, AnySlice, Slice, all_whole, as_slice, part_of_slice
+from stratagem_parallel.tensor.traced import TracedSlice, name_of
 
 #: What only reads a tensor's shape, type or device: the wrapper answers.
 _PROPERTIES = {
@@ -75,6 +76,18 @@ def apply(func: Any, args: Arguments, options: Options) -> Any:
         return _of_whole(name, func, args, options)
 
 
+def _apply_traced(name: str, func: Any, args: Arguments, options: Options) -> Any:
+    """As `apply`, for slices that torch's compiler traces."""
+    if func is None:
+        return _of_property(name, args[0])
+    if name in _QUERIES and isinstance(args[0], TracedSlice):
+        return getattr(args[0], name)(*args[1:], **options)
+    try:
+        return _by_rule(name, func, args, options)
+    except NoRule:
+        return _of_whole(name, func, args, options)
+
+
 def _overload(func: Any, args: Arguments, options: Options) -> Any:
     """Apply one of ``torch.ops``, whose arguments may differ from those of the function of that name."""
     if func._overloadname.endswith("out") or func._schema.name.split("::")[-1] not in _ELEMENTWISE:
@@ -86,19 +99,21 @@ def _property(func: Any, args: Arguments) -> Any:
     which = getattr(func.__self__, "__name__", "")
     if which in _PROPERTIES:
         return func(*args)
-    if which in ("T", "mT") and args[0].dim() >= 2:
-        made = args[0]
-        order = list(range(made.dim()))
-        order = order[::-1] if which == "T" else [*order[:-2], order[-1], order[-2]]
-        return shapes.permuted(made, order)
-    if which == "data":
-        return as_slice(part_of_slice(args[0]).detach(), *layout_of(args[0]))
+    if (which in ("T", "mT") and args[0].dim() >= 2) or which == "data":
+        return _of_property(which, args[0])
     return func(*all_whole(args))
+
+
+def _of_property(which: str, made: AnySlice) -> Any:
+    if which == "data":
+        return as_slice(part_of_slice(made).detach(), *layout_of(made))
+    order = list(range(made.dim()))
+    return shapes.permuted(made, order[::-1] if which == "T" else [*order[:-2], order[-1], order[-2]])
 
 
 def _of_whole(name: str, func: Any, args: Arguments, options: Options) -> Any:
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "copy_")
-    if (in_place and isinstance(args[0], Slice)) or isinstance(options.get("out"), Slice):
+    if (in_place and isinstance(args[0], SLICES)) or isinstance(options.get("out"), SLICES):
         raise ConfigError(
             f"{name} writes to an activation that tensor parallelism cuts, in a way that parts do not allow",
             expected="an operation that returns a new tensor",
@@ -139,12 +154,12 @@ def _in_order(args: Arguments, options: Options) -> tuple[Arguments, Options]:
 
 
 def _elementwise(func: Any, args: Arguments, options: Options, random: bool = False) -> Any:
-    slices = [each for each in (*args, *options.values()) if isinstance(each, Slice)]
+    slices = [each for each in (*args, *options.values()) if isinstance(each, SLICES)]
     if not slices:
         raise NoRule
     from_right, size, line = common(slices)
-    name = func.__name__
-    if (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))) and not isinstance(args[0], Slice):
+    name = name_of(func)
+    if (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))) and not isinstance(args[0], SLICES):
         raise NoRule
     parts = [matching(each, from_right, size, line) for each in args]
     named = {key: matching(each, from_right, size, line) for key, each in options.items()}
@@ -170,7 +185,7 @@ def _reduce(name: str, func: Any, args: Arguments, options: Options) -> Any:
     given = args[1] if len(args) > 1 else options.get("dim", options.get("axis"))
     if name in ("normalize", "norm", "vector_norm"):
         given = args[2] if len(args) > 2 else options.get("dim", 1 if name == "normalize" else None)
-    if not isinstance(made, Slice) or given is None or isinstance(given, bool):
+    if not isinstance(made, SLICES) or given is None or isinstance(given, bool):
         raise NoRule
     over = given if isinstance(given, (tuple, list)) else (given,)
     if not over or not all(type(each) is int for each in over):
@@ -189,7 +204,7 @@ def _reduce(name: str, func: Any, args: Arguments, options: Options) -> Any:
 def _norm_of_last(func: Any, args: Arguments, options: Options) -> Any:
     """layer_norm, rms_norm."""
     made, shape = args[0], args[1] if len(args) > 1 else options["normalized_shape"]
-    if not isinstance(made, Slice) or made.cut >= made.dim() - len(shape):
+    if not isinstance(made, SLICES) or made.cut >= made.dim() - len(shape):
         raise NoRule
     line = made.line
     rest = [used_by_parts(each, line) if isinstance(each, Tensor) else each for each in args[1:]]
@@ -200,7 +215,7 @@ def _norm_of_last(func: Any, args: Arguments, options: Options) -> Any:
 def _linear(func: Any, args: Arguments, options: Options) -> Any:
     made = args[0] if args else None
     others = [*args[1:], *options.values()]
-    if not isinstance(made, Slice) or made.cut == made.dim() - 1 or any(isinstance(each, Slice) for each in others):
+    if not isinstance(made, SLICES) or made.cut == made.dim() - 1 or any(isinstance(each, SLICES) for each in others):
         raise NoRule
     line = made.line
     rest = [used_by_parts(each, line) if isinstance(each, Tensor) else each for each in args[1:]]
@@ -212,13 +227,13 @@ def _matmul(func: Any, args: Arguments, options: Options) -> Any:
     if len(args) != 2 or options:
         raise NoRule
     left, right = args
-    if isinstance(left, Slice) and isinstance(right, Slice):
+    if isinstance(left, SLICES) and isinstance(right, SLICES):
         from_right, size, line = common([left, right])
         if from_right < 3:
             raise NoRule
         out = func(part_of_slice(left), part_of_slice(right))
         return as_slice(out, out.dim() - from_right, size, line)
-    if isinstance(left, Slice) and right.dim() == 2 and left.cut < left.dim() - 1:
+    if isinstance(left, SLICES) and right.dim() == 2 and left.cut < left.dim() - 1:
         cut, size, line = layout_of(left)
         return as_slice(func(part_of_slice(left), used_by_parts(right, line)), cut, size, line)
     raise NoRule
@@ -229,11 +244,11 @@ def _attention(func: Any, args: Arguments, options: Options) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | options
     three = [given[name] for name in names[:3]]
-    from_right, _, line = common([each for each in three if isinstance(each, Slice)][:1])
+    from_right, _, line = common([each for each in three if isinstance(each, SLICES)][:1])
     if from_right < 3 or any(each.dim() < from_right for each in three):
         raise NoRule
     sizes = [each.shape[-from_right] for each in three]
-    cuts = [each.dim() - each.cut for each in three if isinstance(each, Slice)]
+    cuts = [each.dim() - each.cut for each in three if isinstance(each, SLICES)]
     is_grouped = len(set(sizes)) > 1
     if set(cuts) != {from_right} or any(size % line.size for size in sizes) or (is_grouped and from_right > 3):
         raise NoRule
@@ -252,7 +267,7 @@ def _cross_entropy(_func: Any, args: Arguments, options: Options) -> Any:
     logits, target = given["input"], given["target"]
     classes = 1 if logits.dim() > 1 else 0
     simple = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-    fits = isinstance(logits, Slice) and logits.cut == classes and not isinstance(target, Slice)
+    fits = isinstance(logits, SLICES) and logits.cut == classes and not isinstance(target, SLICES)
     if not (simple and fits) or target.is_floating_point() or given.get("label_smoothing"):
         raise NoRule
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
@@ -276,3 +291,4 @@ _RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
 }
 
 Slice.apply = staticmethod(apply)
+TracedSlice.apply = staticmethod(_apply_traced)

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
-from stratagem_parallel.tensor.slices import Slice, as_slice, part_of_slice
+from stratagem_parallel.tensor.slices import SLICES, AnySlice, as_slice, part_of_slice
+from stratagem_parallel.tensor.traced import name_of
 
 
-def _reshaped(made: Slice, shape: list[int]) -> Slice:
+def _reshaped(made: AnySlice, shape: list[int]) -> AnySlice:
     """Return `made` in another `shape`, if each rank's part of that is its part of `made`."""
     cut, size, line = layout_of(made)
     if -1 in shape:
-        known = math.prod(each for each in shape if each != -1)
+        known = math.prod([each for each in shape if each != -1])
         shape = [made.numel() // max(known, 1) if each == -1 else each for each in shape]
     before, reached = math.prod(made.shape[:cut]), 1
     for index, length in enumerate(shape):
@@ -48,7 +49,7 @@ def _view(_func: Any, args: Arguments, options: Options) -> Any:
 
 
 def _view_as(_func: Any, args: Arguments, _options: Options) -> Any:
-    if len(args) != 2 or not isinstance(args[0], Slice):
+    if len(args) != 2 or not isinstance(args[0], SLICES):
         raise NoRule
     return _reshaped(args[0], list(args[1].shape))
 
@@ -70,12 +71,12 @@ def _unflatten(_func: Any, args: Arguments, options: Options) -> Any:
     dim %= made.dim()
     sizes = list(sizes)
     if -1 in sizes:
-        known = math.prod(each for each in sizes if each != -1)
+        known = math.prod([each for each in sizes if each != -1])
         sizes = [made.shape[dim] // known if each == -1 else each for each in sizes]
     return _reshaped(made, [*made.shape[:dim], *sizes, *made.shape[dim + 1 :]])
 
 
-def permuted(made: Slice, order: list[int]) -> Slice:
+def permuted(made: AnySlice, order: list[int]) -> AnySlice:
     order = [each % made.dim() for each in order]
     _, size, line = layout_of(made)
     return as_slice(part_of_slice(made).permute(order), order.index(made.cut), size, line)
@@ -127,7 +128,7 @@ def _expand(_func: Any, args: Arguments, options: Options) -> Any:
 
 def _getitem(_func: Any, args: Arguments, _options: Options) -> Any:
     made, index = args
-    if not isinstance(made, Slice):
+    if not isinstance(made, SLICES):
         raise NoRule
     index = index if isinstance(index, tuple) else (index,)
     if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
@@ -182,9 +183,9 @@ def _joined(func: Any, args: Arguments, options: Options) -> Any:
     tensors, dim = list(args[0]), args[1] if len(args) > 1 else options.get("dim", 0)
     if not isinstance(dim, int) or len({each.dim() for each in tensors}) > 1:
         raise NoRule
-    from_right, size, line = common([each for each in tensors if isinstance(each, Slice)])
+    from_right, size, line = common([each for each in tensors if isinstance(each, SLICES)])
     ndim = tensors[0].dim()
-    cut, is_stack = ndim - from_right, func.__name__ == "stack"
+    cut, is_stack = ndim - from_right, name_of(func) == "stack"
     dim %= ndim + is_stack
     if (dim == cut and not is_stack) or any(each.shape[cut] != size for each in tensors):
         raise NoRule
@@ -195,7 +196,7 @@ def _joined(func: Any, args: Arguments, options: Options) -> Any:
 def _repeat_interleave(_func: Any, args: Arguments, options: Options) -> Any:
     given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | options
     made, repeats, dim = given["input"], given["repeats"], given.get("dim")
-    if not (isinstance(made, Slice) and isinstance(repeats, int) and isinstance(dim, int)):
+    if not (isinstance(made, SLICES) and isinstance(repeats, int) and isinstance(dim, int)):
         raise NoRule
     cut, size, line = layout_of(made)
     if dim % made.dim() == cut:

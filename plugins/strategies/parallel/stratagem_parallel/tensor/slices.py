@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.tensor.moves import whole_of
+from stratagem_parallel.tensor.traced import TracedSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,6 +97,11 @@ class Slice(torch.Tensor):
         return Slice(out, first.cut, first.shape[first.cut], first.line)
 
 
+#: What rules take and return: both have `part`, `cut` and `line`.
+AnySlice = Slice | TracedSlice
+SLICES = (Slice, TracedSlice)
+
+
 def _part(value: Slice) -> Tensor:
     return value.part
 
@@ -126,9 +132,11 @@ class _PartOf(torch.autograd.Function):
         return None if gradient is None else Slice(gradient, *ctx.of)
 
 
-def as_slice(part: Tensor, cut: int, size: int, line: Line) -> Slice:
-    """Return the `Slice` of which `part` is this rank's; `size` is the whole's along the dimension `cut`."""
+def as_slice(part: Tensor, cut: int, size: int, line: Line) -> AnySlice:
+    """Return the slice of which `part` is this rank's; `size` is the whole's along the dimension `cut`."""
     cut %= part.dim()
+    if line.traced:
+        return TracedSlice(part, cut, size, line)
     with torch._C.DisableTorchFunctionSubclass():
         if not (part.requires_grad and torch.is_grad_enabled()):
             return Slice(part, cut, size, line)
@@ -137,8 +145,10 @@ def as_slice(part: Tensor, cut: int, size: int, line: Line) -> Slice:
     return made
 
 
-def part_of_slice(made: Slice) -> Tensor:
+def part_of_slice(made: AnySlice) -> Tensor:
     """Return this rank's part of `made`, with its gradient history."""
+    if isinstance(made, TracedSlice):
+        return made.part
     with torch._C.DisableTorchFunctionSubclass():
         if made.grad_fn is made._made_by:
             return made.part
@@ -147,13 +157,19 @@ def part_of_slice(made: Slice) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """Return the whole of a `Slice`, replicated; anything else as it is. Collective."""
-    if not isinstance(value, Slice):
+    """Return the whole of a slice, replicated; anything else as it is. Collective."""
+    if not isinstance(value, SLICES):
         return value
+    if isinstance(value, TracedSlice):
+        return whole_of(value.part, value.cut, value.shape[value.cut], value.line)
     with torch._C.DisableTorchFunctionSubclass():
         return whole_of(part_of_slice(value), value.cut, value.shape[value.cut], value.line)
 
 
 def all_whole(values: Any) -> Any:
-    """Return `values`, any nested structure, with the whole of each `Slice`. Collective."""
-    return tree_map_only(Slice, whole, values)
+    """Return `values`, any nested structure, with the whole of each slice. Collective."""
+    return tree_map_only(SLICES, whole, values, is_leaf=_is_slice)
+
+
+def _is_slice(value: Any) -> bool:
+    return isinstance(value, SLICES)

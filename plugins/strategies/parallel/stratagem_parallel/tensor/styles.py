@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.tensor.moves import part_of, summed, summed_part, whole_of
-from stratagem_parallel.tensor.slices import Slice, all_whole, as_slice, part_of_slice, whole
+from stratagem_parallel.tensor.moves import part_of, summed, summed_part, used_by_parts, whole_of
+from stratagem_parallel.tensor.slices import SLICES, all_whole, as_slice, part_of_slice, whole
 from stratagem_sharding.shards import local
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+    from collections.abc import Callable
 
     from stratagem_parallel.tensor.moves import Line
 
@@ -22,6 +24,8 @@ Plan = dict[str, Any]
 
 #: The dimension of activations that holds the sequence: the last but one, before the features.
 SEQUENCE_DIM = -2
+#: Where a layer keeps the style that computes it.
+_STYLE = "_stratagem_tensor_style"
 
 
 class Style:
@@ -39,21 +43,29 @@ class Style:
 
     def __init__(self, line: Line, by_sequence: bool) -> None:
         self.line, self.by_sequence = line, by_sequence
+        #: Whether a layer beside it, in one module, is cut by inputs: it takes the result.
+        self.has_taker = False
         self._kept: dict[str, Any] = {}
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Have `module` take, compute and return what this style says."""
-        return [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after, always_call=True),
-        ]
+    def attach(self, module: nn.Module) -> None:
+        """Have `module` take, compute and return what this style says.
+
+        Its forward is replaced where this style knows how: torch's compiler compiles hooks for each layer anew.
+        """
+        forward = self.forward_of(module)
+        if forward is None or "forward" in module.__dict__:
+            module.register_forward_pre_hook(self._before, with_kwargs=True)
+            module.register_forward_hook(self._after, always_call=True)
+        else:
+            module.__dict__[_STYLE] = self
+            module.forward = MethodType(forward, module)
+
+    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
+        """Return a forward for all modules of this class, which finds the style of each; None if hooks are needed."""
+        return None if self.cuts else _around
 
     def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
-        if args:
-            args = (self.take(module, args[0]), *args[1:])
-        elif options:
-            first = next(iter(options))
-            options = options | {first: self.take(module, options[first])}
+        args, options = self.taken(module, args, options)
         self._kept = {name: module._parameters[name] for name in self.cuts if module._parameters.get(name) is not None}
         for name, parameter in self._kept.items():
             module._parameters[name] = local(parameter)  # type: ignore[assignment]  # a part, with its history
@@ -64,6 +76,15 @@ class Style:
         module._parameters.update(kept)
         return None if output is None else self.give(module, output)
 
+    def taken(self, module: nn.Module, args: Any, options: Any) -> Any:
+        """Return the arguments of the layer's forward, the first one as `take` returns it."""
+        if args:
+            return (self.take(module, args[0]), *args[1:]), options
+        if options:
+            first = next(iter(options))
+            options = options | {first: self.take(module, options[first])}
+        return args, options
+
     def take(self, module: nn.Module, value: Any) -> Any:
         """Return what the layer computes with, given its input."""
         return value
@@ -72,7 +93,7 @@ class Style:
         """Return the layer's output, given what it computed."""
         return output
 
-    def _summed(self, summand: Tensor) -> Tensor:
+    def _summed(self, summand: Tensor) -> Any:
         """Return the sum over the ranks, cut along the sequence if sums are."""
         if not self.by_sequence or summand.dim() < 2:
             return summed(summand, self.line)
@@ -80,15 +101,41 @@ class Style:
         return as_slice(summed_part(summand, dim, self.line), dim, summand.shape[dim], self.line)
 
 
-class Colwise(Style):
+def _around(module: Any, *args: Any, **options: Any) -> Any:
+    style = module.__dict__[_STYLE]
+    args, options = style.taken(module, args, options)
+    return style.give(module, type(module).forward(module, *args, **options))
+
+
+class _Linear(Style):
+    """A linear layer."""
+
+    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
+        return _linear if type(module).forward is nn.Linear.forward else None
+
+    def bias_of(self, module: nn.Module) -> Tensor | None:
+        """Return what is added before results are given."""
+        bias = module._parameters["bias"]
+        return None if bias is None else local(bias)
+
+
+def _linear(module: Any, input: Tensor) -> Any:  # noqa: A002  # torch's name
+    style = module.__dict__[_STYLE]
+    weight, bias = local(module._parameters["weight"]), style.bias_of(module)
+    return style.give(module, functional.linear(style.take(module, input), weight, bias))
+
+
+class Colwise(_Linear):
     """A linear layer of which each rank computes some outputs."""
 
     cuts: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        if isinstance(value, Slice):
-            return whole_of(part_of_slice(value), value.cut, value.size(value.cut), self.line, for_parts=True)
-        return self.line.shared(value)
+        is_cut = isinstance(value, SLICES)
+        make = _gathered if is_cut else used_by_parts
+        if self.line.traced and not (self.line.shares and self.has_taker):
+            return make(value, self.line)
+        return self.line.shared(value, part_of_slice(value) if is_cut else value, make)
 
     def give(self, module: nn.Module, output: Any) -> Any:
         return as_slice(output, -1, _size(module, 0), self.line)
@@ -101,7 +148,7 @@ class ColwiseGathered(Colwise):
         return whole(super().give(module, output))
 
 
-class Rowwise(Style):
+class Rowwise(_Linear):
     """A linear layer of which each rank computes with some inputs; the results are summed over the ranks."""
 
     cuts: ClassVar[dict[str, int]] = {"weight": 1}
@@ -111,23 +158,30 @@ class Rowwise(Style):
         self._bias: Any = None
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        # The bias is added once, to the sum.
+        if self.line.traced and self.line.shares:
+            self.line.end_group()
+        if isinstance(value, SLICES) and value.cut == value.dim() - 1:
+            return part_of_slice(value)
+        return part_of(whole(value), value.dim() - 1, self.line)
+
+    def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
         self._bias = module._parameters.get("bias")
         if self._bias is not None:
             module._parameters["bias"] = None
-        if isinstance(value, Slice) and value.cut == value.dim() - 1:
-            return part_of_slice(value)
-        return part_of(whole(value), value.dim() - 1, self.line)
+        return super()._before(module, args, options)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         bias, self._bias = self._bias, None
         if bias is not None:
             module._parameters["bias"] = bias
-        output = super()._after(module, args, output)
-        return output if output is None or bias is None else output + bias.to(output.dtype)
+        return super()._after(module, args, output)
+
+    def bias_of(self, module: nn.Module) -> None:
+        return None
 
     def give(self, module: nn.Module, output: Any) -> Any:
-        return self._summed(output)
+        summed, bias = self._summed(output), module._parameters.get("bias")
+        return summed if bias is None else summed + bias.to(summed.dtype)  # once, to the sum
 
 
 class VocabLinear(Colwise):
@@ -190,7 +244,7 @@ class Sequence(Style):
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
             return value
         dim = value.dim() + SEQUENCE_DIM
-        if isinstance(value, Slice):
+        if isinstance(value, SLICES):
             if value.cut == dim:
                 return value
             value = whole(value)
@@ -208,7 +262,10 @@ class SequenceEmbedding(Sequence):
 
 
 class Foreign(Style):
-    """A layer that one of torch's ParallelStyle objects cuts: it takes whole activations."""
+    """A layer that one of torch's ParallelStyle objects cuts: it takes whole activations, after that object's hooks."""
+
+    def forward_of(self, module: nn.Module) -> None:
+        return None
 
     def take(self, module: nn.Module, value: Any) -> Any:
         return all_whole(value)
@@ -216,6 +273,10 @@ class Foreign(Style):
 
 class Replicated(Style):
     """A layer that is not cut; what it computes with parts is right without a style, too."""
+
+
+def _gathered(value: Any, line: Line) -> Tensor:
+    return whole_of(part_of_slice(value), value.cut, value.size(value.cut), line, for_parts=True)
 
 
 def _size(module: nn.Module, dim: int) -> int:
