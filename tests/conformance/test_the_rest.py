@@ -121,6 +121,10 @@ class TestTimer(CallbackConformance):
         """Its state is time, which goes on: tests/plugins has a test of its own."""
 
 
+class TestGarbageCollection(CallbackConformance):
+    plugin = {"name": "garbage_collection", "every_n_steps": 1}  # noqa: RUF012
+
+
 class TestTQDM(CallbackConformance):
     plugin = "tqdm"
 
