@@ -251,9 +251,9 @@ def test_it_moves_bit_for_bit_where_models_are_cut(layout, written):
 @pytest.mark.sweep(guard="tests/matrix/test_checkpoint_moves.py::test_it_moves_bit_for_bit")
 @pytest.mark.parametrize("layout", cases(LAYOUTS))
 def test_every_layout_reads_every_other(layout, written):
-    """It reads the formats in turn: the tests above read all formats of all pairs of strategies."""
+    """It reads the formats in turn, and trains on from some: the tests above read all formats of all pairs of strategies."""
     files = []
     for number, writer in enumerate(LAYOUTS, LAYOUTS.index(layout)):
         forms = formats(writer[0])
         files.append(written(writer) / f"{forms[number % len(forms)]}.ckpt")
-    read(layout, files, files)
+    read(layout, files, files[::6])
