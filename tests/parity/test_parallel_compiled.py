@@ -63,6 +63,22 @@ def _tensor(make=GPT, arguments=None, sizes=None, **wanted):
     return train
 
 
+class Scaled(Attention):
+    """Computes a layer without gradients, and again with."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = 1 + self.q(x).mean(-1, keepdim=True)
+        return super().forward(x) * scale
+
+
+def _scaled():
+    model = GPT()
+    for layer in model.layers:
+        layer.attention.__class__ = Scaled
+    return model
+
+
 def _plain_afterwards(rank, world_size):
     """Compile, then go on with the same model without, and compile again."""
     module, plain, norms, graphs = GPT(), GPT(), [], []
@@ -109,6 +125,7 @@ TENSOR = {
     "blocks, as one graph": _tensor(**ONE_GRAPH), "steps of any plan": _tensor(),
     "a llama, in one graph": _tensor(functools.partial(TensorLlama, True), sizes={"plan": None}, fullgraph=True),
     "parts of blocks": _tensor(modules={Attention}),
+    "without gradients, then with": _tensor(_scaled, sizes={"plan": LAYERS}),
     "heads that do not divide": _tensor(functools.partial(GPT, heads=1), **ONE_GRAPH),
     "selective": _tensor(arguments=SELECTIVE, **ONE_GRAPH),
     "repeated": _tensor(arguments={"activation_checkpointing": {"policy": {Block}}}, modules={Block}),
@@ -165,3 +182,15 @@ GRAPHS = {"layers": [SUMS, SUMS], "sequence": [PARTS, PARTS, NORMS_TOO, NORMS_TO
 def test_equal_layers_share_a_graph_and_what_takes_the_same_a_message(plan):
     for found in run_in_processes(_messages, 2, PLANS[plan], limit_s=300):
         assert found == GRAPHS[plan]
+
+
+def _bad_label(rank, world_size):
+    batches = texts(4, 4)
+    batches[3][1][0, 0] = 1000
+    with pytest.raises(RuntimeError, match="a target is out of bounds"):
+        fitted(GPT(), batches, {"name": "parallel", "plan": PLANS["vocab"], "tensor": world_size}, world_size)
+
+
+@pytest.mark.slow
+def test_a_label_beyond_a_vocabulary_that_is_cut_is_refused_in_compiled_code():
+    run_in_processes(_bad_label, 2, limit_s=300)

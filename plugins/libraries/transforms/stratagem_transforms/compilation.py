@@ -43,8 +43,6 @@ class Compile(Callback):
     A strategy that gathers the model unit by unit has each unit compiled; elsewhere whole steps are.
     """
 
-    capabilities = Capabilities(provides={COMPILATION})
-
     #: A set of inductor's options: "reduce-overhead" uses CUDA graphs, "max-autotune" tries kernels for minutes.
     mode: str | None = None
     #: True compiles for sizes that vary, False for each size that occurs; by default sizes that were seen to vary.
@@ -66,6 +64,10 @@ class Compile(Callback):
 
     def __attrs_post_init__(self) -> None:
         _check(self)
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
+        return Capabilities(provides=() if self.disable else {COMPILATION})
 
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:

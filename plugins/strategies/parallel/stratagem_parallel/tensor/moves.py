@@ -35,8 +35,8 @@ class Line:
         self.shares = True
         #: The last value that was shared, its version and the mode of gradients then, and what was returned for it.
         self._shared: tuple[Any, tuple[int, bool], Tensor] | None = None
-        #: The last value that was shared in code that torch's compiler traces, and what was returned for it.
-        self._traced: tuple[Any, Tensor] | None = None
+        #: The last value that was shared in code that torch's compiler traces, the mode then, and what was returned.
+        self._traced: tuple[Any, bool, Tensor] | None = None
 
     def connect(self, over: Collectives, *, traced: bool) -> None:
         """Send over `over`; `traced` says whether torch's compiler traces what layers compute."""
@@ -55,9 +55,10 @@ class Line:
             part: the tensor that `value` is, or its part.
         """
         if self.traced:
-            if self._traced is None or self._traced[0] is not value:
-                self._traced = value, make(value, self)
-            return self._traced[1]
+            kept = self._traced
+            if kept is None or kept[0] is not value or kept[1] != torch.is_grad_enabled():
+                kept = self._traced = value, torch.is_grad_enabled(), make(value, self)
+            return kept[2]
         state = part._version, torch.is_grad_enabled()
         if self._shared is not None and self._shared[0]() is value and self._shared[1] == state:
             return self._shared[2]
