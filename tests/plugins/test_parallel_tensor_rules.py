@@ -130,9 +130,27 @@ def _line(world_size):
     return Line(strategy._groups.over("tensor"), strategy.torch_mesh()["tensor"])
 
 
-def _compare(rank, world_size, cuts):
+#: What a program asks of a tensor, or takes of it as numbers.
+ANSWERS = {
+    "type": lambda x: x.type(), "nbytes": lambda x: x.nbytes, "len": len,
+    "sizes": lambda x: (x.size(), x.size(-1), x.shape, x.numel(), torch.numel(x), x.ndim, x.dim(), x.nelement()),
+    "dtype": lambda x: (x.dtype, x.device, x.is_contiguous(), x.is_floating_point(), x.element_size()),
+    "item": lambda x: x.max().item(), "float": lambda x: float(x.sum()), "tolist": lambda x: x.tolist(),
+    "other names": lambda x: hasattr(x, "logits"), "in": lambda x: 1.5 in x, "bool": lambda x: bool((x > 30).any()),
+    "elements": lambda x: [each.shape for each in x], "real": lambda x: x.real.sum().item(),
+}  # fmt: skip
+
+
+def _wrong_answers(line):
+    whole = torch.arange(24.0).view(2, 3, 4)
+    cut = as_slice(line.part(whole, 1).clone(), 1, 3, line)
+    return [name for name, answer in ANSWERS.items() if answer(cut) != answer(whole)]
+
+
+def _compare(rank, world_size, cuts, traced):
     line = _line(world_size)
-    missed = []
+    line.connect(line.over, traced=traced)
+    missed = _wrong_answers(line)
     for cut in cuts:
         for name, function in FUNCTIONS.items():
             try:
@@ -191,7 +209,8 @@ def _number(tensor):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_functions_of_parts_return_what_those_of_wholes_do(world_size):
-    for missed in run_in_processes(_compare, world_size, (0, 1, 2)):
+def test_functions_of_parts_return_what_those_of_wholes_do(world_size, traced):
+    for missed in run_in_processes(_compare, world_size, (0, 1, 2), traced):
         assert missed == []

@@ -15,8 +15,8 @@ from stratagem_parallel.tensor.loss import cross_entropy
 from stratagem_parallel.tensor.moves import used_by_parts
 from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
 from stratagem_parallel.tensor.random_numbers import of_this_part
-from stratagem_parallel.tensor.slices import SLICES, AnySlice, Slice, all_whole, as_slice, part_of_slice
-from stratagem_parallel.tensor.traced import TracedSlice, name_of
+from stratagem_parallel.tensor.slices import SLICES, AnySlice, Slice, all_whole, as_slice, part_of_slice, whole
+from stratagem_parallel.tensor.traced import ANSWERED, TracedSlice, name_of
 
 #: What only reads a tensor's shape, type or device: the wrapper answers.
 _PROPERTIES = {
@@ -80,7 +80,7 @@ def _apply_traced(name: str, func: Any, args: Arguments, options: Options) -> An
     """As `apply`, for slices that torch's compiler traces."""
     if func is None:
         return _of_property(name, args[0])
-    if name in _QUERIES and isinstance(args[0], TracedSlice):
+    if name in ANSWERED and isinstance(args[0], TracedSlice):
         return getattr(args[0], name)(*args[1:], **options)
     try:
         return _by_rule(name, func, args, options)
@@ -99,14 +99,14 @@ def _property(func: Any, args: Arguments) -> Any:
     which = getattr(func.__self__, "__name__", "")
     if which in _PROPERTIES:
         return func(*args)
-    if (which in ("T", "mT") and args[0].dim() >= 2) or which == "data":
-        return _of_property(which, args[0])
-    return func(*all_whole(args))
+    return _of_property(which, args[0])
 
 
 def _of_property(which: str, made: AnySlice) -> Any:
     if which == "data":
         return as_slice(part_of_slice(made).detach(), *layout_of(made))
+    if which not in ("T", "mT") or made.dim() < 2:
+        return getattr(whole(made), which)
     order = list(range(made.dim()))
     return shapes.permuted(made, order[::-1] if which == "T" else [*order[:-2], order[-1], order[-2]])
 

@@ -241,7 +241,7 @@ class Sequence(Style):
     """A layer with replicated parameters of which each rank computes a part of the sequence."""
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+        if not isinstance(value, (Tensor, *SLICES)) or not value.is_floating_point() or value.dim() < 2:
             return value
         dim = value.dim() + SEQUENCE_DIM
         if isinstance(value, SLICES):

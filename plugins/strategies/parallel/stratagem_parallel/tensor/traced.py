@@ -23,17 +23,23 @@ if TYPE_CHECKING:
 
     from stratagem_parallel.tensor.moves import Line
 
-#: What is equal for a part and for the whole.
-_OF_PARTS = {
-    "dtype", "device", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-    "is_nested", "is_xla", "is_mps", "is_xpu", "itemsize", "grad_fn", "is_leaf", "dim", "ndimension", "ndim",
-    "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device", "is_signed", "is_inference",
-    "register_hook", "retain_grad",
+#: Methods whose answer for a part is that for the whole.
+_METHODS_OF_PARTS = {
+    "dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device", "is_signed",
+    "is_inference", "register_hook", "retain_grad",
 }  # fmt: skip
+_OF_PARTS = _METHODS_OF_PARTS | {
+    "dtype", "device", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
+    "is_nested", "is_xla", "is_mps", "is_xpu", "itemsize", "grad_fn", "is_leaf", "ndim",
+}  # fmt: skip
+#: What this class answers by methods of that name.
+ANSWERED = _METHODS_OF_PARTS | {"size", "numel", "nelement", "__len__", "__hash__"}
+_NAMES = frozenset(dir(torch.Tensor))
+_PROPERTIES = frozenset(name for name in _NAMES if not callable(getattr(torch.Tensor, name)))
 _OPERATORS = (
     "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "pow",
     "rpow", "neg", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "invert", "abs", "matmul", "rmatmul",
-    "getitem", "setitem", "mod", "floordiv", "bool", "float", "int", "contains", "iter",
+    "getitem", "setitem", "mod", "rmod", "floordiv", "rfloordiv", "bool", "float", "int", "contains", "iter",
 )  # fmt: skip
 
 
@@ -79,7 +85,9 @@ class TracedSlice:
     def __getattr__(self, name: str) -> Any:
         if name in _OF_PARTS:
             return getattr(self.part, name)
-        if name in ("T", "mT", "data"):
+        if name not in _NAMES:
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        if name in _PROPERTIES:
             return TracedSlice.apply(name, None, (self,), {})
         return functools.partial(_call, name, self)
 
