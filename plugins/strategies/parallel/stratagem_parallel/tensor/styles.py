@@ -50,7 +50,7 @@ class Style:
     def attach(self, module: nn.Module) -> None:
         """Have `module` take, compute and return what this style says.
 
-        Its forward is replaced where this style knows how: torch's compiler compiles hooks for each layer anew.
+        Its forward is replaced where this style knows how: torch's compiler compiles hooks for each layer again.
         """
         forward = self.forward_of(module)
         if forward is None or "forward" in module.__dict__:
