@@ -91,18 +91,18 @@ class Line:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the ranks, in its own memory. Collective."""
-        return self._reduce(tensor, dist.ReduceOp.SUM)
+        return self._reduce(tensor, "sum")
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the maximum of `tensor` over the ranks, in its own memory. Collective."""
-        return self._reduce(tensor, dist.ReduceOp.MAX)
+        return self._reduce(tensor, "max")
 
-    def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
+    def _reduce(self, tensor: Tensor, op: str) -> Tensor:
         tensor = tensor.contiguous()
         if torch.compiler.is_compiling():
-            return _received("all_reduce", tensor, "max" if op == dist.ReduceOp.MAX else "sum", self._group_name)
+            return _received("all_reduce", tensor, op, self._group_name)
         self.over.traffic.add("all_reduce", tensor.nbytes, self.size)
-        dist.all_reduce(tensor, op, group=self.over.group)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.over.group)
         return tensor
 
     def gather(self, part: Tensor, dim: int, size: int) -> Tensor:
