@@ -77,7 +77,8 @@ class Line:
 
     def end_group(self) -> None:
         """Forget what layers shared in compiled code: called by the layer that takes their results."""
-        self._traced = None
+        if self.shares:
+            self._traced = None
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return the offset and the length of this rank's part of a dimension of `size`."""

@@ -16,7 +16,7 @@ from stratagem_parallel.tensor.moves import used_by_parts
 from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
 from stratagem_parallel.tensor.random_numbers import of_this_part
 from stratagem_parallel.tensor.slices import SLICES, AnySlice, Slice, all_whole, as_slice, part_of_slice, whole
-from stratagem_parallel.tensor.traced import ANSWERED, TracedSlice, name_of
+from stratagem_parallel.tensor.traced import ANSWERED, TracedSlice, name_of, writes
 
 #: What only reads a tensor's shape, type or device: the wrapper answers.
 _PROPERTIES = {
@@ -112,7 +112,7 @@ def _of_property(which: str, made: AnySlice) -> Any:
 
 
 def _of_whole(name: str, func: Any, args: Arguments, options: Options) -> Any:
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "copy_")
+    in_place = writes(name) and not name.startswith("__i")  # a program takes what those return
     if (in_place and isinstance(args[0], SLICES)) or isinstance(options.get("out"), SLICES):
         raise ConfigError(
             f"{name} writes to an activation that tensor parallelism cuts, in a way that parts do not allow",
@@ -159,7 +159,7 @@ def _elementwise(func: Any, args: Arguments, options: Options, random: bool = Fa
         raise NoRule
     from_right, size, line = common(slices)
     name = name_of(func)
-    if (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))) and not isinstance(args[0], SLICES):
+    if writes(name) and not isinstance(args[0], SLICES):
         raise NoRule
     parts = [matching(each, from_right, size, line) for each in args]
     named = {key: matching(each, from_right, size, line) for key, each in options.items()}
@@ -182,7 +182,7 @@ def _dropout(func: Any, args: Arguments, options: Options) -> Any:
 
 def _reduce(name: str, func: Any, args: Arguments, options: Options) -> Any:
     made = args[0]
-    given = args[1] if len(args) > 1 else options.get("dim", options.get("axis"))
+    given = args[1] if len(args) > 1 else options.get("dim")
     if name in ("normalize", "norm", "vector_norm"):
         given = args[2] if len(args) > 2 else options.get("dim", 1 if name == "normalize" else None)
     if not isinstance(made, SLICES) or given is None or isinstance(given, bool):

@@ -158,7 +158,7 @@ class Rowwise(_Linear):
         self._bias: Any = None
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        if self.line.traced and self.line.shares:
+        if self.line.traced:
             self.line.end_group()
         if isinstance(value, SLICES) and value.cut == value.dim() - 1:
             return part_of_slice(value)
@@ -273,6 +273,9 @@ class Foreign(Style):
 
 class Replicated(Style):
     """A layer that is not cut; what it computes with parts is right without a style, too."""
+
+    def attach(self, module: nn.Module) -> None:
+        pass
 
 
 def _gathered(value: Any, line: Line) -> Tensor:

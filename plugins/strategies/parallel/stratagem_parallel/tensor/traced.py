@@ -42,6 +42,11 @@ _OPERATORS = (
     "getitem", "setitem", "mod", "rmod", "floordiv", "rfloordiv", "bool", "float", "int", "contains", "iter",
 )  # fmt: skip
 
+_WRITING = {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
+    "__ixor__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__",
+}  # fmt: skip
+
 
 @dataclass(eq=False, repr=False)  # hooks of torch, such as fully_shard's, find the tensors of one
 class TracedSlice:
@@ -109,6 +114,11 @@ def _operator(name: str) -> Any:
 
 for _name in _OPERATORS:
     setattr(TracedSlice, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def writes(name: str) -> bool:
+    """Return whether a function of torch with this name changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in _WRITING
 
 
 def name_of(func: Any) -> str:
