@@ -29,7 +29,7 @@ from stratagem.api.traffic import Traffic
 from stratagem_parallel.tensor import connect, cut_layers
 from stratagem_parallel.tensor.moves import Line
 from stratagem_parallel.tensor.slices import as_slice
-from stratagem_parallel.tensor.traced import ListsOfSlices
+from stratagem_parallel.tensor.traced import TracedStep
 
 WIDTH, HEADS, KEYS, LENGTH, SIZE = 64, 8, 4, 8, 2
 
@@ -101,11 +101,12 @@ def forwards() -> dict[str, Callable[[], Any]]:
     traced = Block()
     cut_layers(traced, styles, over, mesh, lambda _: None)
     connect(traced, over, traced=True)
+    line = Line(over, mesh)
     torchs, given = cut_by_dtensor(Block(), mesh)
     graph, torchs_graph, traced_graph = (torch.compile(each, fullgraph=True) for each in (plain, torchs, traced))
 
     def compiled() -> Any:
-        with ListsOfSlices():  # as in a step
+        with TracedStep(line):  # as in a step
             return traced_graph(x, cos, sin)
 
     return {

@@ -72,11 +72,27 @@ class Scaled(Attention):
         return super().forward(x) * scale
 
 
-def _scaled():
+class Written(Attention):
+    """Changes what layers take between two of them."""
+
+    def forward(self, x):
+        q = self.q(x)
+        x.mul_(2)
+        k = self.k(x)
+        x *= 0.5
+        return self.out((q + k) * self.v(x))
+
+
+def _with_attention(kind, frozen=()):
     model = GPT()
     for layer in model.layers:
-        layer.attention.__class__ = Scaled
+        layer.attention.__class__ = kind
+        for name in frozen:  # plain PyTorch keeps the input of others, and refuses to write to it
+            layer.attention.get_submodule(name).requires_grad_(False)
     return model
+
+
+WRITTEN = functools.partial(_with_attention, Written, frozen=("q", "k"))
 
 
 def _plain_afterwards(rank, world_size):
@@ -125,7 +141,9 @@ TENSOR = {
     "blocks, as one graph": _tensor(**ONE_GRAPH), "steps of any plan": _tensor(),
     "a llama, in one graph": _tensor(functools.partial(TensorLlama, True), sizes={"plan": None}, fullgraph=True),
     "parts of blocks": _tensor(modules={Attention}),
-    "without gradients, then with": _tensor(_scaled, sizes={"plan": LAYERS}),
+    "without gradients, then with": _tensor(functools.partial(_with_attention, Scaled), sizes={"plan": LAYERS}),
+    "written between layers": _tensor(WRITTEN, sizes={"plan": LAYERS}),
+    "parts written between layers": _tensor(WRITTEN, sizes={"plan": LAYERS | NORMS}),
     "heads that do not divide": _tensor(functools.partial(GPT, heads=1), **ONE_GRAPH),
     "selective": _tensor(arguments=SELECTIVE, **ONE_GRAPH),
     "repeated": _tensor(arguments={"activation_checkpointing": {"policy": {Block}}}, modules={Block}),

@@ -16,7 +16,7 @@ from stratagem_parallel.tensor.cutting import cut, styled
 from stratagem_parallel.tensor.moves import Line
 from stratagem_parallel.tensor.plan import plan_of
 from stratagem_parallel.tensor.slices import all_whole
-from stratagem_parallel.tensor.traced import ListsOfSlices
+from stratagem_parallel.tensor.traced import TracedStep
 from stratagem_sharding.sharded_use import is_sharded_use, tensors_in_use
 from stratagem_transforms.activation_checkpointing import Selective
 
@@ -98,7 +98,7 @@ def named_use(user: nn.Module) -> Iterator[None]:
     """Within a step: an operation on a parameter that is cut, outside of its layer, is an error that names it."""
     line = user.__dict__.get(_LINE)
     try:
-        with ListsOfSlices() if line is not None and line.traced else contextlib.nullcontext():
+        with TracedStep(line) if line is not None and line.traced else contextlib.nullcontext():
             yield
     except RuntimeError as error:
         if not is_sharded_use(error):

@@ -76,7 +76,7 @@ class Line:
         self._shared = self._traced = None
 
     def end_group(self) -> None:
-        """Forget what layers shared in compiled code: called by the layer that takes their results."""
+        """Forget what layers shared in compiled code: what they took was written to, or is not needed any more."""
         if self.shares:
             self._traced = None
 

@@ -82,6 +82,8 @@ def _apply_traced(name: str, func: Any, args: Arguments, options: Options) -> An
         return _of_property(name, args[0])
     if name in ANSWERED and isinstance(args[0], TracedSlice):
         return getattr(args[0], name)(*args[1:], **options)
+    if writes(name) and isinstance(args[0], TracedSlice):  # methods do not pass the mode around a step
+        args[0].line.end_group()
     try:
         return _by_rule(name, func, args, options)
     except NoRule:

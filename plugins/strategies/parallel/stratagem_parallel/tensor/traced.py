@@ -129,12 +129,22 @@ def name_of(func: Any) -> str:
 name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result imports dynamo
 
 
-class ListsOfSlices(TorchFunctionMode):
-    """Has functions take a list where a program gives a tuple: in a tuple, torch's compiler finds no such objects."""
+class TracedStep(TorchFunctionMode):
+    """Around a step whose layers are traced.
+
+    Has functions take a list where a program gives a tuple: in a tuple, torch's compiler finds no slices. A function
+    that writes ends what layers share, since they may take another value afterwards.
+    """
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self.line = line
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], tuple) and any(isinstance(each, TracedSlice) for each in args[0]):
             args = (list(args[0]), *args[1:])
+        if writes(name_of(func)):
+            self.line.end_group()
         return func(*args, **(kwargs or {}))
 
 
