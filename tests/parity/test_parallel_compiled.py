@@ -19,8 +19,11 @@ from test_parallel_tensor import LAYERS, NORMS, PLANS
 from test_parallel_together import STACKED_VOCAB
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
+from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import relative_difference, train_module_plainly
 from stratagem_testing.training import share, weights_of
@@ -81,6 +84,34 @@ class Written(Attention):
         k = self.k(x)
         x *= 0.5
         return self.out((q + k) * self.v(x))
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -0.5 * gradient
+
+
+class Own(Attention):
+    """Has a function of autograd, a check of a class, a hook and a checkpoint, on activations that are cut."""
+
+    def forward(self, x):
+        q = _Reversed.apply(functional.gelu(self.q(x)))
+        x = x * 2 if isinstance(x, torch.Tensor) else x[0]
+        k = checkpoint(lambda k: torch.tanh(k) * q, self.k(x), use_reentrant=False)
+        k.register_hook(lambda gradient: 2 * gradient)
+        return self.out(k + self.v(x))
+
+
+def _with_own_code():
+    model = _with_attention(Own)
+    for layer in model.layers:
+        layer.attention.v.register_full_backward_hook(lambda _module, inputs, _outputs: (2 * inputs[0],))
+    return model
 
 
 def _with_attention(kind, frozen=()):
@@ -144,6 +175,8 @@ TENSOR = {
     "without gradients, then with": _tensor(functools.partial(_with_attention, Scaled), sizes={"plan": LAYERS}),
     "written between layers": _tensor(WRITTEN, sizes={"plan": LAYERS}),
     "parts written between layers": _tensor(WRITTEN, sizes={"plan": LAYERS | NORMS}),
+    "code of a model's own": _tensor(_with_own_code, sizes={"plan": LAYERS}),
+    "code of a model's own, on parts": _tensor(_with_own_code, sizes={"plan": LAYERS | NORMS}),
     "heads that do not divide": _tensor(functools.partial(GPT, heads=1), **ONE_GRAPH),
     "selective": _tensor(arguments=SELECTIVE, **ONE_GRAPH),
     "repeated": _tensor(arguments={"activation_checkpointing": {"policy": {Block}}}, modules={Block}),
@@ -200,6 +233,21 @@ GRAPHS = {"layers": [SUMS, SUMS], "sequence": [PARTS, PARTS, NORMS_TOO, NORMS_TO
 def test_equal_layers_share_a_graph_and_what_takes_the_same_a_message(plan):
     for found in run_in_processes(_messages, 2, PLANS[plan], limit_s=300):
         assert found == GRAPHS[plan]
+
+
+def _given_compiled(rank, world_size):
+    trainer = sg.Trainer(
+        strategy={"name": "parallel", "tensor": world_size, "plan": LAYERS}, devices=world_size, **QUIET
+    )
+    with pytest.raises(
+        ConfigError, match=r"given as torch.compile\(model\); .*give the model with Trainer\(compile=True"
+    ):
+        trainer.fit(torch.compile(GPT(), backend="eager"), texts(1, 4))
+
+
+@pytest.mark.slow
+def test_a_model_that_its_user_compiled_is_refused():
+    run_in_processes(_given_compiled, 2)
 
 
 def _bad_label(rank, world_size):

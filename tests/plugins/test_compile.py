@@ -15,6 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import stratagem as sg
 from stratagem.errors import ConfigError
+from stratagem.strategies import SingleDeviceStrategy
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import share, train, weights_of
@@ -544,3 +545,34 @@ def test_strategies_that_cannot_be_compiled():
     told = 'choose strategy="fsdp" or "deepspeed_stage_2": stage 3 gathers'
     with pytest.raises(ConfigError, match=f"strategy .* cannot be used with callback 'compile', .*{told}"):
         sg.Trainer(strategy="deepspeed_stage_3", devices=2, compile=True, **QUIET)
+
+
+# --- The hook wrap_backend ------------------------------------------------------------------------------------------
+
+
+class Watching(SingleDeviceStrategy):
+    @sg.hookimpl
+    def wrap_backend(self, backend):
+        self.graphs = []
+
+        def compiled(graph, inputs):
+            self.graphs.append(graph)
+            return backend(graph, inputs)
+
+        return compiled
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "aot_eager"}, {"options": {"max_autotune": False}}], ids=["", "inductor"]
+)
+def test_a_strategy_may_wrap_the_backend_that_was_chosen(options):
+    plain, _ = train_module_plainly(Net(), joined_batches(3, 8))
+    strategy = Watching()
+    trainer = sg.Trainer(
+        strategy=strategy, compile=options, max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Net(), joined_batches(3, 8))
+
+    assert strategy.graphs
+    assert relative_difference(weights_of(trainer), plain) < 1e-5

@@ -656,7 +656,7 @@ def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path
     body = """
         signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"tidy\\n"), os._exit(143)))
         os.write(1, b"up\\n")
-        time.sleep(600)
+        while True: time.sleep(0.05)  # a signal just before a long sleep would be handled after that sleep
     """
     patient = "from stratagem_launchers_local import children; children.END_S = 300"
     process = bare(tmp_path, body, launcher, first=patient)

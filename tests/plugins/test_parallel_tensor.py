@@ -176,7 +176,7 @@ def _dropout(rank, world_size, plan, checkpointing):
         layer = module.layers[0].get_submodule(name)
 
         def keep(module, args, output, name=name):
-            part = output.part if isinstance(output, Slice) else output
+            part = output.to_local() if isinstance(output, Slice) else output
             masks[name].append((part.detach() == 0).clone())
 
         layer.register_forward_hook(keep)

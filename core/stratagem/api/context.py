@@ -252,6 +252,9 @@ class RunContext(Protocol):
     def units(self, module: nn.Module) -> list[nn.Module]:
         """Return the parts of the user's `module` that the strategy gathers or calls one by one."""
 
+    def wrap_backend(self, backend: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return what the strategy has compile graphs, given the `backend` of ``torch.compile``."""
+
     def materializer(self, module: nn.Module) -> Materializer:
         """Return a `Materializer` for a `module` that was built on the meta device. Collective."""
 

@@ -272,6 +272,11 @@ class Context(Choices):
         """Return the parts of the user's `module` that the strategy gathers or calls one by one."""
         return list(self.hooks.ask("units", module=module))
 
+    def wrap_backend(self, backend: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return what the strategy has compile graphs, given the `backend` of ``torch.compile``."""
+        wrapped: Callable[[Any, Any], Any] = self.hooks.ask("wrap_backend", backend=backend)
+        return wrapped
+
     def share(self, loader: Any, stage: str) -> Any:
         """Return `loader` restricted to this process's share, unless ``use_distributed_sampler=False``."""
         if not self.settings.use_distributed_sampler:

@@ -31,6 +31,10 @@ def units() -> list[nn.Module]:
     return []
 
 
+def wrap_backend(backend: Any) -> Any:
+    return backend
+
+
 def wrap_optimizers(optimizers: Any) -> Any:
     return optimizers
 
@@ -100,8 +104,9 @@ def explain_error(error: Any) -> Any:
 DEFAULTS = {
     function.__name__: function
     for function in (
-        connect, units, wrap_optimizers, wrap_dataloader, transfer_batch, scale_loss, backward, clip_gradients,
-        optimizer_step, model_state, load_model_state, optimizer_state, load_optimizer_state, explain_error,
+        connect, units, wrap_backend, wrap_optimizers, wrap_dataloader, transfer_batch, scale_loss, backward,
+        clip_gradients, optimizer_step, model_state, load_model_state, optimizer_state, load_optimizer_state,
+        explain_error,
     )
 }  # fmt: skip
 

@@ -92,6 +92,15 @@ def units(module: nn.Module, run: RunContext) -> list[nn.Module]:
 
 
 @hookspec(firstresult=True)
+def wrap_backend(backend: Callable[[Any, Any], Any], run: RunContext) -> Callable[[Any, Any], Any]:
+    """Answer (strategy): what compiles graphs, given the `backend` of ``torch.compile``. Default: the same.
+
+    Called for ``run.wrap_backend(backend)``. A backend takes a graph and example inputs and returns a function of the
+    inputs. For a strategy whose activations are of a class with ``__torch_function__``: torch hands those to graphs.
+    """
+
+
+@hookspec(firstresult=True)
 def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
     """Answer (strategy): place `module` on ``run.device`` and return the module to call instead.
 

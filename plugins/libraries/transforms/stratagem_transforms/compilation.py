@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
-from attrs import define
+from attrs import define, field, frozen
 from torch import nn
 
 from stratagem.api import COMPILATION, Callback, Capabilities, hookimpl
@@ -62,6 +62,9 @@ class Compile(Callback):
     #: torch policy or a callable.
     modules: Any = None
 
+    #: The strategy's own; None: the one that was chosen.
+    _wrapped_backend: Any = field(init=False, default=None)
+
     def __attrs_post_init__(self) -> None:
         _check(self)
 
@@ -74,6 +77,9 @@ class Compile(Callback):
         if not self.disable:
             _check_tools(self, run)
             _check_graphs(self, module, run)
+            chosen_backend = _Backend(self.backend, self.mode, self.options, self.dynamic)
+            wrapped = run.wrap_backend(chosen_backend)
+            self._wrapped_backend = None if wrapped is chosen_backend else wrapped
         parts = [] if self.disable else self._parts(module, run)
         for part in module.modules():
             if part in _COMPILED and part not in parts:  # compiled by an earlier run, which chose other parts
@@ -108,9 +114,11 @@ class Compile(Callback):
         return torch.compile(**self._arguments(count))
 
     def _arguments(self, count: int) -> dict[str, Any]:
-        arguments = {"fullgraph": self.fullgraph, "dynamic": self.dynamic, "backend": self.backend}
-        arguments |= {"mode": self.mode} if self.mode else {}
-        arguments |= {"options": self.options} if self.options else {}
+        arguments = {"fullgraph": self.fullgraph, "dynamic": self.dynamic}
+        if self._wrapped_backend is None:
+            arguments |= _Backend(self.backend, self.mode, self.options, self.dynamic).arguments()
+        else:
+            arguments["backend"] = self._wrapped_backend
         # Layers that keep their number in an attribute each have code of their own: torch gives up after eight.
         limited = "recompile_limit" in inspect.signature(torch.compile).parameters
         return arguments | ({"recompile_limit": 8 + count} if limited and count > 1 else {})
@@ -155,6 +163,32 @@ class Compile(Callback):
         else:
             part.compile(**arguments)
         _COMPILED[part] = arguments
+
+
+@frozen
+class _Backend:
+    """The backend that was chosen, as a function of a graph and example inputs."""
+
+    backend: Any
+    mode: str | None
+    options: dict[str, Any] | None
+    dynamic: bool | None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``torch.compile`` that choose it."""
+        given = {"backend": self.backend, "mode": self.mode, "options": self.options}
+        return {name: value for name, value in given.items() if value}
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        if self.backend == "inductor":
+            import torch._inductor as inductor
+
+            of_mode = inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
+            return inductor.compile(graph, inputs, options=of_mode | (self.options or {}))
+        from torch._dynamo import lookup_backend
+
+        options = {name: value for name, value in self.arguments().items() if name != "backend"}
+        return lookup_backend(self.backend)(graph, inputs, **options)
 
 
 def chosen(module: nn.Module, wanted: Any) -> list[nn.Module]:

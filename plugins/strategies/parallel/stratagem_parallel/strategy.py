@@ -27,7 +27,15 @@ from stratagem_parallel.placement import MODEL_AXES, copies, cut_axes
 from stratagem_parallel.same_batches import SameBatches
 from stratagem_parallel.sharded import POLICY, Sharding
 from stratagem_parallel.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from stratagem_parallel.tensor import connect, cut_layers, described, named_use, share_parts, whole_outputs
+from stratagem_parallel.tensor import (
+    PartsBackend,
+    connect,
+    cut_layers,
+    described,
+    named_use,
+    share_parts,
+    whole_outputs,
+)
 from stratagem_process_group import group_options_after
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
@@ -142,6 +150,10 @@ class ParallelStrategy(ParallelOptions):
             self._record.note(user, run.peers)
         return root
 
+    @hookimpl
+    def wrap_backend(self, backend: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return PartsBackend(backend) if self._mesh.size("tensor") > 1 else backend
+
     def _wrapped_earlier(self, user: nn.Module) -> nn.Module | None:
         """Return what `wrap_model` returned for `user` in an earlier run."""
         root, mesh = user.__dict__.get(_WRAPPED, (None, self._device_mesh))
@@ -182,7 +194,13 @@ class ParallelStrategy(ParallelOptions):
     def _cut_layers(self, module: nn.Module, fill: Callable[[nn.Module], None], run: RunContext) -> None:
         """Cut the layers of the plan over the axis `tensor`. Collective."""
         over, mesh = self._groups.over("tensor"), self._device_mesh["tensor"]
-        user = module.get_submodule("module")
+        user: Any = module.get_submodule("module")
+        if module.compiles_steps and not run.compiles:
+            raise ConfigError(
+                "strategy.parallel.tensor cuts layers, and the model was given as torch.compile(model)",
+                expected="a model that the run compiles",
+                do="give the model with Trainer(compile=True)",
+            )
         share_parts(user, self._groups.over(*(axis_of(size) for size in SIZES if size != "tensor")))
         self._layers = cut_layers(user, self.plan, over, mesh, fill)
         if self.plan == "auto":

@@ -26,7 +26,7 @@ from stratagem_parallel.pipeline.schedules import check_counts, rank_of_stage, s
 from stratagem_parallel.pipeline.stages import Cut, cut_sequence, pipelined_sequence
 from stratagem_parallel.pipeline.targets import TargetCounts
 from stratagem_parallel.pipeline.tracing import cut_at
-from stratagem_parallel.tensor.slices import all_whole
+from stratagem_parallel.tensor.moves import all_whole
 from stratagem_sharding.param_groups import computed_parameters
 from stratagem_sharding.shards import local
 

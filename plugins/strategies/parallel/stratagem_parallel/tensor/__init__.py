@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from attrs import frozen
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import rules as rules  # slices need them
 from stratagem_parallel.tensor.cutting import cut, styled
-from stratagem_parallel.tensor.moves import Line
+from stratagem_parallel.tensor.moves import Line, TracedStep, all_whole
 from stratagem_parallel.tensor.plan import plan_of
-from stratagem_parallel.tensor.slices import all_whole
-from stratagem_parallel.tensor.traced import TracedStep
+from stratagem_parallel.tensor.slices import Slice, part_of_slice
 from stratagem_sharding.sharded_use import is_sharded_use, tensors_in_use
 from stratagem_transforms.activation_checkpointing import Selective
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from stratagem.api import Collectives
 
-__all__ = ["connect", "cut_layers", "described", "named_use", "share_parts", "whole_outputs"]
+__all__ = ["PartsBackend", "connect", "cut_layers", "described", "named_use", "share_parts", "whole_outputs"]
 
 #: Where a module that was cut remembers the ranks that hold its parts.
 _LINE = "_stratagem_tensor_line"
@@ -57,6 +57,17 @@ def whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     return all_whole(output)
 
 
+@frozen
+class PartsBackend:
+    """A backend of ``torch.compile`` whose graphs compute with the parts of slices that enter them."""
+
+    backend: Callable[[Any, Any], Any]
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        compiled = self.backend(graph, inputs)
+        return lambda *values: compiled(*(part_of_slice(value) if type(value) is Slice else value for value in values))
+
+
 def connect(user: nn.Module, over: Collectives, *, traced: bool) -> None:
     """Let the layers of `user` that are cut send over `over`.
 
@@ -66,7 +77,7 @@ def connect(user: nn.Module, over: Collectives, *, traced: bool) -> None:
     line = user.__dict__.get(_LINE)
     if line is not None:
         line.connect(over, traced=traced)
-        line.shares = not any(isinstance(part.forward, Selective) for part in user.modules())
+        line.sharing.traces = not any(isinstance(part.forward, Selective) for part in user.modules())
 
 
 def share_parts(user: nn.Module, over: Collectives) -> None:
@@ -120,7 +131,7 @@ def named_use(user: nn.Module) -> Iterator[None]:
         ) from error
     finally:
         if line is not None:
-            line.forget()
+            line.sharing.forget()
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

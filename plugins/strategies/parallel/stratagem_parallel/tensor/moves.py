@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from stratagem_parallel.exchange import gather_into, sum_into
+from stratagem_parallel.tensor.slices import Slice, name_of, never_compiled_alone, part_of_slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,45 +27,43 @@ if TYPE_CHECKING:
 
     from stratagem.api import Collectives
 
+_WRITING = {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
+    "__ixor__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__",
+}  # fmt: skip
+#: What torch's compiler makes of ``torch.utils.checkpoint.checkpoint``.
+_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+_OPTIONS_OF_CHECKPOINTS = {
+    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
+}  # fmt: skip
 
-class Line:
-    """The ranks of one `tensor` axis: those that hold the parts of one model's layers."""
 
-    def __init__(self, over: Collectives, mesh: DeviceMesh) -> None:
-        self.mesh, self.rank, self.size = mesh, over.rank, over.world_size
-        self.connect(over, traced=False)
+class Sharing:
+    """What layers that take the same activation share: one message for all.
+
+    Not part of a `Line`: torch's compiler has a function of autograd return all that its result refers to.
+    """
+
+    def __init__(self) -> None:
         #: Whether compiled layers share what they take: torch traces no changes of `self` in what backward repeats.
-        self.shares = True
-        #: The last value that was shared, its version and the mode of gradients then, and what was returned for it.
-        self._shared: tuple[Any, tuple[int, bool], Tensor] | None = None
-        #: The last value that was shared in code that torch's compiler traces, the mode then, and what was returned.
-        self._traced: tuple[Any, bool, Tensor] | None = None
+        self.traces = True
+        #: The last value that was shared, its state then, and what was returned for it.
+        self._shared: tuple[Any, tuple[Any, ...], Tensor] | None = None
+        #: The same, in code that torch's compiler traces.
+        self._traced: tuple[Any, tuple[Any, ...], Tensor] | None = None
 
-    def connect(self, over: Collectives, *, traced: bool) -> None:
-        """Send over `over`; `traced` says whether torch's compiler traces what layers compute."""
-        self.over, self.traced = over, traced
-        group = over.group or dist.group.WORLD
-        assert group is not None, "ranks are connected"
-        self._group_name: str = group.group_name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
-        return self  # a copied module computes with the same ranks
-
-    def shared(self, value: Any, part: Tensor, make: Callable[[Any, Line], Tensor]) -> Tensor:
-        """Return ``make(value, self)``, the same for all layers that take `value`: one message for all.
-
-        Args:
-            part: the tensor that `value` is, or its part.
-        """
-        if self.traced:
+    def shared(self, value: Tensor, line: Line, make: Callable[[Any, Line], Tensor]) -> Tensor:
+        """Return ``make(value, line)``, the same for all layers that take `value`."""
+        if torch.compiler.is_compiling():
+            mode = torch.is_grad_enabled(), value.requires_grad
             kept = self._traced
-            if kept is None or kept[0] is not value or kept[1] != torch.is_grad_enabled():
-                kept = self._traced = value, torch.is_grad_enabled(), make(value, self)
+            if kept is None or kept[0] is not value or kept[1] != mode:
+                kept = self._traced = value, mode, make(value, line)
             return kept[2]
-        state = part._version, torch.is_grad_enabled()
+        state = value._version, torch.is_grad_enabled(), value.requires_grad
         if self._shared is not None and self._shared[0]() is value and self._shared[1] == state:
             return self._shared[2]
-        used = make(value, self)
+        used = make(value, line)
         if used is not value:
             self._shared = weakref.ref(value, self._forget), state, used
         return used
@@ -77,8 +78,27 @@ class Line:
 
     def end_group(self) -> None:
         """Forget what layers shared in compiled code: what they took was written to, or is not needed any more."""
-        if self.shares:
+        if self.traces:
             self._traced = None
+
+
+class Line:
+    """The ranks of one `tensor` axis: those that hold the parts of one model's layers."""
+
+    def __init__(self, over: Collectives, mesh: DeviceMesh) -> None:
+        self.mesh, self.rank, self.size = mesh, over.rank, over.world_size
+        self.connect(over, traced=False)
+        self.sharing = Sharing()
+
+    def connect(self, over: Collectives, *, traced: bool) -> None:
+        """Send over `over`; `traced` says whether torch's compiler traces what layers compute."""
+        self.over, self.traced = over, traced
+        group = over.group or dist.group.WORLD
+        assert group is not None, "ranks are connected"
+        self._group_name: str = group.group_name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
+        return self  # a copied module computes with the same ranks
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return the offset and the length of this rank's part of a dimension of `size`."""
@@ -150,6 +170,13 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
+def _own(gradient: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor: a program's own function of autograd may return a slice."""
+    if not isinstance(gradient, Slice):
+        return gradient
+    return part_of_slice(gradient)
+
+
 class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, line: Line) -> Tensor:
@@ -159,7 +186,7 @@ class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.line.sum(gradient.clone()), None
+        return ctx.line.sum(_own(gradient).clone()), None
 
 
 class _Sum(torch.autograd.Function):
@@ -181,7 +208,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.line.gather(gradient, ctx.dim, ctx.size), None, None
+        return ctx.line.gather(_own(gradient), ctx.dim, ctx.size), None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -193,6 +220,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = _own(gradient)
         part = ctx.line.sum_part(gradient, ctx.dim) if ctx.summed else ctx.line.part(gradient, ctx.dim).contiguous()
         return part, None, None, None, None
 
@@ -206,7 +234,7 @@ class _SumPart(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.line.gather(gradient, ctx.dim, ctx.size), None, None
+        return ctx.line.gather(_own(gradient), ctx.dim, ctx.size), None, None
 
 
 def used_by_parts(tensor: Tensor, line: Line) -> Tensor:
@@ -244,3 +272,53 @@ def whole_of(part: Tensor, dim: int, size: int, line: Line, *, for_parts: bool =
     """
     out: Tensor = _Whole.apply(part, dim, size, line, for_parts)  # type: ignore[no-untyped-call]
     return out
+
+
+def whole(value: Any) -> Any:
+    """Return the whole of a slice, replicated; anything else as it is. Collective."""
+    if not isinstance(value, Slice):
+        return value
+    return whole_of(part_of_slice(value), value.cut, value.whole_size, value.line)
+
+
+def all_whole(values: Any) -> Any:
+    """Return `values`, any nested structure, with the whole of each slice. Collective."""
+    return tree_map_only(Slice, whole, values)
+
+
+def writes(name: str) -> bool:
+    """Return whether a function of torch with this name changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in _WRITING
+
+
+class TracedStep(TorchFunctionMode):
+    """Around a step that is compiled: has torch's compiler find slices where it would not.
+
+    A function that writes ends what layers share, since they may take another value then.
+    """
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self.line = line
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = name_of(func), kwargs or {}
+        if writes(name):
+            self.line.sharing.end_group()
+        if name in _CHECKPOINTS:
+            return self._checkpointed(func, args, kwargs)
+        if "tensors" in kwargs:  # of torch.cat
+            args = (kwargs["tensors"], *args)
+            kwargs = {key: value for key, value in kwargs.items() if key != "tensors"}
+        if args and isinstance(args[0], tuple) and any(isinstance(each, Slice) for each in args[0]):
+            args = (list(args[0]), *args[1:])
+        return func(*args, **kwargs)
+
+    def _checkpointed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a checkpoint without slices among its arguments, which it would make plain tensors."""
+        options = {name: value for name, value in kwargs.items() if name in _OPTIONS_OF_CHECKPOINTS}
+        given = {name: value for name, value in kwargs.items() if name not in _OPTIONS_OF_CHECKPOINTS}
+        return func(lambda: args[0](*args[1:], **given), **options)
+
+
+never_compiled_alone(TracedStep.__torch_function__)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from stratagem_parallel.tensor.moves import Line, part_of, used_by_parts
-from stratagem_parallel.tensor.slices import SLICES, AnySlice, part_of_slice
+from stratagem_parallel.tensor.slices import Slice, plain
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
@@ -17,26 +17,28 @@ class NoRule(Exception):
     """Parts are not enough: the whole is needed."""
 
 
-def layout_of(made: AnySlice) -> tuple[int, int, Line]:
-    return made.cut, made.shape[made.cut], made.line
+def layout_of(made: Slice) -> tuple[int, int, Line]:
+    return made.cut, made.whole_size, made.line
 
 
-def common(slices: list[AnySlice]) -> tuple[int, int, Line]:
+def common(slices: list[Slice]) -> tuple[int, int, Line]:
     """Return the dimension that all `slices` are cut along, counted from the last as 1, its size, and the ranks."""
     first = slices[0]
-    from_right, size = first.dim() - first.cut, first.shape[first.cut]
+    from_right, size = first.dim() - first.cut, first.whole_size
     for each in slices[1:]:
-        if (each.dim() - each.cut, each.shape[each.cut]) != (from_right, size):
+        if (each.dim() - each.cut, each.whole_size) != (from_right, size):
             raise NoRule
     return from_right, size, first.line
 
 
 def matching(value: Any, from_right: int, size: int, line: Line) -> Any:
     """Return the part of `value` that goes with parts; what is broadcast along the cut dimension as it is."""
-    if isinstance(value, SLICES):
-        return part_of_slice(value)
+    if isinstance(value, Slice):
+        return plain(value)
     if not isinstance(value, Tensor):
         return value
-    if value.dim() >= from_right and value.shape[-from_right] == size and size > 1:
-        return part_of(value, value.dim() - from_right, line)
-    return used_by_parts(value, line)
+    length = value.shape[-from_right] if value.dim() >= from_right else 1
+    if length == 1:
+        return used_by_parts(value, line)
+    # Else it is a part: autograd gives a program's own function the gradient of a part.
+    return part_of(value, value.dim() - from_right, line) if length == size else value

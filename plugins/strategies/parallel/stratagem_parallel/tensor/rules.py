@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,22 +13,21 @@ from torch import Tensor
 from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import shapes
 from stratagem_parallel.tensor.loss import cross_entropy
-from stratagem_parallel.tensor.moves import used_by_parts
+from stratagem_parallel.tensor.moves import all_whole, used_by_parts, whole, writes
 from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
 from stratagem_parallel.tensor.random_numbers import of_this_part
-from stratagem_parallel.tensor.slices import SLICES, AnySlice, Slice, all_whole, as_slice, part_of_slice, whole
-from stratagem_parallel.tensor.traced import ANSWERED, TracedSlice, name_of, writes
+from stratagem_parallel.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
 
-#: What only reads a tensor's shape, type or device: the wrapper answers.
-_PROPERTIES = {
-    "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-    "is_quantized", "is_leaf", "grad_fn", "names", "itemsize", "nbytes", "is_nested", "is_mkldnn", "is_complex",
-    "grad", "is_xla", "is_mps", "is_xpu",
+#: What a part answers for the whole, and what is done to the part itself.
+_OF_PART = {
+    "dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device", "is_signed",
+    "is_inference", "has_names", "__hash__", "register_hook", "retain_grad", "register_post_accumulate_grad_hook",
+    "requires_grad_",
 }  # fmt: skip
-_QUERIES = {
-    "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous", "element_size", "__len__",
-    "get_device", "ndimension", "is_tensor", "type", "is_signed", "is_inference", "__hash__", "stride", "_is_view",
-    "has_names", "is_same_size", "storage_offset",
+_PROPERTIES_OF_PART = {
+    "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
+    "is_leaf", "grad_fn", "names", "itemsize", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "retains_grad",
+    "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "output_nr",
 }  # fmt: skip
 _ELEMENTWISE = {
     "add", "sub", "mul", "div", "true_divide", "multiply", "divide", "subtract", "rsub", "neg", "pow", "square", "sqrt",
@@ -40,7 +40,7 @@ _ELEMENTWISE = {
     "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
     "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__neg__", "__eq__", "__ne__", "__lt__",
     "__le__", "__gt__", "__ge__", "__and__", "__or__", "__invert__", "__abs__", "nan_to_num", "bool", "int", "long",
-    "float_power", "requires_grad_",
+    "float_power", "type",
 }  # fmt: skip
 #: Elementwise with random numbers of this rank's own.
 _RANDOM = {
@@ -56,35 +56,19 @@ _NOTHING = contextlib.nullcontext()
 _FIRST = ("input", "tensors", "tensor", "query")
 
 
-def apply(func: Any, args: Arguments, options: Options) -> Any:
-    """Return what `func` returns for whole activations, as a `Slice` where parts are enough."""
-    name = getattr(func, "__name__", "")
+def apply(name: str, func: Any, args: Arguments, options: Options) -> Any:
+    """Return what `func`, of this `name`, returns for whole activations, as a `Slice` where parts are enough."""
     if name == "__get__":
-        return _property(func, args)
-    if name in _QUERIES:
-        return func(*args, **options)
-    if name == "__repr__":
-        made = args[0]
-        return f"Slice(shape={tuple(made.shape)}, cut={made.cut}, dtype={made.dtype})"
-    if name in ("register_hook", "retain_grad"):
-        return func(part_of_slice(args[0]), *args[1:], **options)
+        return _property(func, args[0])
+    if name == "__set__":
+        return _set_property(func, *args)
+    if name in _OF_PART:
+        if name == "register_hook" and torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break()  # a slice with a hook would leave a graph as a plain tensor
+        return getattr(args[0], name)(*args[1:], **options)
     try:
         if isinstance(func, torch._ops.OpOverload):
             return _overload(func, args, options)
-        return _by_rule(name, func, args, options)
-    except NoRule:
-        return _of_whole(name, func, args, options)
-
-
-def _apply_traced(name: str, func: Any, args: Arguments, options: Options) -> Any:
-    """As `apply`, for slices that torch's compiler traces."""
-    if func is None:
-        return _of_property(name, args[0])
-    if name in ANSWERED and isinstance(args[0], TracedSlice):
-        return getattr(args[0], name)(*args[1:], **options)
-    if writes(name) and isinstance(args[0], TracedSlice):  # methods do not pass the mode around a step
-        args[0].line.end_group()
-    try:
         return _by_rule(name, func, args, options)
     except NoRule:
         return _of_whole(name, func, args, options)
@@ -97,31 +81,50 @@ def _overload(func: Any, args: Arguments, options: Options) -> Any:
     return _elementwise(func, args, options)
 
 
-def _property(func: Any, args: Arguments) -> Any:
+def _property(func: Any, made: Slice) -> Any:
     which = getattr(func.__self__, "__name__", "")
-    if which in _PROPERTIES:
-        return func(*args)
-    return _of_property(which, args[0])
-
-
-def _of_property(which: str, made: AnySlice) -> Any:
+    if which == "shape":
+        return shape_of(made)
+    if which in _PROPERTIES_OF_PART:
+        return func(made)
+    if which == "grad":
+        gradient = made.grad
+        return None if gradient is None else as_slice(gradient, *layout_of(made))
     if which == "data":
-        return as_slice(part_of_slice(made).detach(), *layout_of(made))
+        return as_slice(plain(made).detach(), *layout_of(made))
+    if callable(getattr(Tensor, which)):  # the compiler takes methods that are written in Python for properties
+        return functools.partial(_called, which, made)
     if which not in ("T", "mT") or made.dim() < 2:
         return getattr(whole(made), which)
     order = list(range(made.dim()))
     return shapes.permuted(made, order[::-1] if which == "T" else [*order[:-2], order[-1], order[-2]])
 
 
+def _called(name: str, made: Slice, *args: Any, **options: Any) -> Any:
+    with torch._C.DisableTorchFunction():
+        return apply(name, getattr(Tensor, name), (made, *args), options)
+
+
+def _set_property(func: Any, made: Any, value: Any) -> None:
+    which = getattr(func.__self__, "__name__", "")
+    if which not in ("requires_grad", "grad"):
+        raise _unwritable(which)
+    func(made, value)
+
+
 def _of_whole(name: str, func: Any, args: Arguments, options: Options) -> Any:
     in_place = writes(name) and not name.startswith("__i")  # a program takes what those return
-    if (in_place and isinstance(args[0], SLICES)) or isinstance(options.get("out"), SLICES):
-        raise ConfigError(
-            f"{name} writes to an activation that tensor parallelism cuts, in a way that parts do not allow",
-            expected="an operation that returns a new tensor",
-            do="make the layer before it gather its output: give it the style 'colwise_gather_output'",
-        )
+    if (in_place and isinstance(args[0], Slice)) or isinstance(options.get("out"), Slice):
+        raise _unwritable(name)
     return func(*all_whole(args), **all_whole(options))
+
+
+def _unwritable(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} writes to an activation that tensor parallelism cuts, in a way that parts do not allow",
+        expected="an operation that returns a new tensor",
+        do="make the layer before it gather its output: give it the style 'colwise_gather_output'",
+    )
 
 
 def _by_rule(name: str, func: Any, args: Arguments, options: Options) -> Any:
@@ -156,12 +159,12 @@ def _in_order(args: Arguments, options: Options) -> tuple[Arguments, Options]:
 
 
 def _elementwise(func: Any, args: Arguments, options: Options, random: bool = False) -> Any:
-    slices = [each for each in (*args, *options.values()) if isinstance(each, SLICES)]
+    slices = [each for each in (*args, *options.values()) if isinstance(each, Slice)]
     if not slices:
         raise NoRule
     from_right, size, line = common(slices)
     name = name_of(func)
-    if writes(name) and not isinstance(args[0], SLICES):
+    if writes(name) and not isinstance(args[0], Slice):
         raise NoRule
     parts = [matching(each, from_right, size, line) for each in args]
     named = {key: matching(each, from_right, size, line) for key, each in options.items()}
@@ -187,7 +190,7 @@ def _reduce(name: str, func: Any, args: Arguments, options: Options) -> Any:
     given = args[1] if len(args) > 1 else options.get("dim")
     if name in ("normalize", "norm", "vector_norm"):
         given = args[2] if len(args) > 2 else options.get("dim", 1 if name == "normalize" else None)
-    if not isinstance(made, SLICES) or given is None or isinstance(given, bool):
+    if not isinstance(made, Slice) or given is None or isinstance(given, bool):
         raise NoRule
     over = given if isinstance(given, (tuple, list)) else (given,)
     if not over or not all(type(each) is int for each in over):
@@ -196,7 +199,7 @@ def _reduce(name: str, func: Any, args: Arguments, options: Options) -> Any:
     cut, size, line = layout_of(made)
     if cut in dims:
         raise NoRule
-    out = func(part_of_slice(made), *args[1:], **options)
+    out = func(plain(made), *args[1:], **options)
     if not isinstance(out, Tensor):
         raise NoRule
     is_kept = out.dim() == made.dim()
@@ -206,38 +209,38 @@ def _reduce(name: str, func: Any, args: Arguments, options: Options) -> Any:
 def _norm_of_last(func: Any, args: Arguments, options: Options) -> Any:
     """layer_norm, rms_norm."""
     made, shape = args[0], args[1] if len(args) > 1 else options["normalized_shape"]
-    if not isinstance(made, SLICES) or made.cut >= made.dim() - len(shape):
+    if not isinstance(made, Slice) or made.cut >= made.dim() - len(shape):
         raise NoRule
     line = made.line
     rest = [used_by_parts(each, line) if isinstance(each, Tensor) else each for each in args[1:]]
     named = {key: used_by_parts(each, line) if isinstance(each, Tensor) else each for key, each in options.items()}
-    return as_slice(func(part_of_slice(made), *rest, **named), *layout_of(made))
+    return as_slice(func(plain(made), *rest, **named), *layout_of(made))
 
 
 def _linear(func: Any, args: Arguments, options: Options) -> Any:
     made = args[0] if args else None
     others = [*args[1:], *options.values()]
-    if not isinstance(made, SLICES) or made.cut == made.dim() - 1 or any(isinstance(each, SLICES) for each in others):
+    if not isinstance(made, Slice) or made.cut == made.dim() - 1 or any(isinstance(each, Slice) for each in others):
         raise NoRule
     line = made.line
     rest = [used_by_parts(each, line) if isinstance(each, Tensor) else each for each in args[1:]]
     named = {key: used_by_parts(each, line) if isinstance(each, Tensor) else each for key, each in options.items()}
-    return as_slice(func(part_of_slice(made), *rest, **named), *layout_of(made))
+    return as_slice(func(plain(made), *rest, **named), *layout_of(made))
 
 
 def _matmul(func: Any, args: Arguments, options: Options) -> Any:
     if len(args) != 2 or options:
         raise NoRule
     left, right = args
-    if isinstance(left, SLICES) and isinstance(right, SLICES):
+    if isinstance(left, Slice) and isinstance(right, Slice):
         from_right, size, line = common([left, right])
         if from_right < 3:
             raise NoRule
-        out = func(part_of_slice(left), part_of_slice(right))
+        out = func(plain(left), plain(right))
         return as_slice(out, out.dim() - from_right, size, line)
-    if isinstance(left, SLICES) and right.dim() == 2 and left.cut < left.dim() - 1:
+    if isinstance(left, Slice) and right.dim() == 2 and left.cut < left.dim() - 1:
         cut, size, line = layout_of(left)
-        return as_slice(func(part_of_slice(left), used_by_parts(right, line)), cut, size, line)
+        return as_slice(func(plain(left), used_by_parts(right, line)), cut, size, line)
     raise NoRule
 
 
@@ -246,11 +249,11 @@ def _attention(func: Any, args: Arguments, options: Options) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | options
     three = [given[name] for name in names[:3]]
-    from_right, _, line = common([each for each in three if isinstance(each, SLICES)][:1])
+    from_right, _, line = common([each for each in three if isinstance(each, Slice)][:1])
     if from_right < 3 or any(each.dim() < from_right for each in three):
         raise NoRule
-    sizes = [each.shape[-from_right] for each in three]
-    cuts = [each.dim() - each.cut for each in three if isinstance(each, SLICES)]
+    sizes = [shape_of(each)[-from_right] for each in three]
+    cuts = [each.dim() - each.cut for each in three if isinstance(each, Slice)]
     is_grouped = len(set(sizes)) > 1
     if set(cuts) != {from_right} or any(size % line.size for size in sizes) or (is_grouped and from_right > 3):
         raise NoRule
@@ -269,15 +272,52 @@ def _cross_entropy(_func: Any, args: Arguments, options: Options) -> Any:
     logits, target = given["input"], given["target"]
     classes = 1 if logits.dim() > 1 else 0
     simple = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-    fits = isinstance(logits, SLICES) and logits.cut == classes and not isinstance(target, SLICES)
+    fits = isinstance(logits, Slice) and logits.cut == classes and not isinstance(target, Slice)
     if not (simple and fits) or target.is_floating_point() or given.get("label_smoothing"):
         raise NoRule
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
-    return cross_entropy(part_of_slice(logits), target, *layout_of(logits), ignored, reduction)
+    return cross_entropy(plain(logits), target, *layout_of(logits), ignored, reduction)
+
+
+def _gradients(func: Any, args: Arguments, options: Options) -> Any:
+    """torch.autograd.grad: of slices, the gradients are slices."""
+    given = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False)) | options
+    inputs = given["inputs"]
+    given = {key: each if key == "inputs" else all_whole(each) for key, each in given.items()}
+    every = [inputs] if isinstance(inputs, Tensor) else inputs
+    found = func(**given)
+    return tuple(
+        as_slice(gradient, *layout_of(each)) if isinstance(each, Slice) and gradient is not None else gradient
+        for each, gradient in zip(every, found, strict=True)
+    )
+
+
+def _size(_func: Any, args: Arguments, options: Options) -> Any:
+    dim = args[1] if len(args) > 1 else options.get("dim")
+    return shape_of(args[0]) if dim is None else shape_of(args[0])[dim]
+
+
+def _numel(_func: Any, args: Arguments, _options: Options) -> int:
+    return numel_of(args[0])
+
+
+def _length(_func: Any, args: Arguments, _options: Options) -> int:
+    return shape_of(args[0])[0]
+
+
+def _described(_func: Any, args: Arguments, _options: Options) -> str:
+    made = args[0]
+    return f"Slice(shape={tuple(shape_of(made))}, cut={made.cut}, dtype={made.dtype})"
 
 
 _RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
     **shapes.RULES,
+    "size": _size,
+    "numel": _numel,
+    "nelement": _numel,
+    "__len__": _length,
+    "__repr__": _described,
+    "grad": _gradients,
     "dropout": _dropout,
     "dropout_": _dropout,
     "alpha_dropout": _dropout,
@@ -293,4 +333,3 @@ _RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
 }
 
 Slice.apply = staticmethod(apply)
-TracedSlice.apply = staticmethod(_apply_traced)

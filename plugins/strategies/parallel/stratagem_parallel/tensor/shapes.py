@@ -10,28 +10,25 @@ import torch
 from torch import Tensor
 
 from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
-from stratagem_parallel.tensor.slices import SLICES, AnySlice, as_slice, part_of_slice
-from stratagem_parallel.tensor.traced import name_of
+from stratagem_parallel.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
 
 
-def _reshaped(made: AnySlice, shape: list[int]) -> AnySlice:
+def _reshaped(made: Slice, shape: list[int]) -> Slice:
     """Return `made` in another `shape`, if each rank's part of that is its part of `made`."""
     cut, size, line = layout_of(made)
     if -1 in shape:
         known = math.prod([each for each in shape if each != -1])
-        shape = [made.numel() // max(known, 1) if each == -1 else each for each in shape]
-    before, reached = math.prod(made.shape[:cut]), 1
+        shape = [numel_of(made) // max(known, 1) if each == -1 else each for each in shape]
+    before, reached = math.prod(shape_of(made)[:cut]), 1
     for index, length in enumerate(shape):
         if reached == before and length > 1:
-            if length == size and math.prod(shape[index + 1 :]) == math.prod(made.shape[cut + 1 :]):
+            if length == size and math.prod(shape[index + 1 :]) == math.prod(shape_of(made)[cut + 1 :]):
                 own = line.bounds(size)[1]
             elif length % line.size == 0 and size % line.size == 0:
                 own = length // line.size
             else:
                 break
-            return as_slice(
-                part_of_slice(made).reshape([*shape[:index], own, *shape[index + 1 :]]), index, length, line
-            )
+            return as_slice(plain(made).reshape([*shape[:index], own, *shape[index + 1 :]]), index, length, line)
         reached *= length
     raise NoRule
 
@@ -49,16 +46,16 @@ def _view(_func: Any, args: Arguments, options: Options) -> Any:
 
 
 def _view_as(_func: Any, args: Arguments, _options: Options) -> Any:
-    if len(args) != 2 or not isinstance(args[0], SLICES):
+    if len(args) != 2 or not isinstance(args[0], Slice):
         raise NoRule
-    return _reshaped(args[0], list(args[1].shape))
+    return _reshaped(args[0], list(shape_of(args[1])))
 
 
 def _flatten(_func: Any, args: Arguments, options: Options) -> Any:
     made = args[0]
     given = dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | options
     start, end = (given.get("start_dim", 0) % made.dim(), given.get("end_dim", -1) % made.dim())
-    shape = list(made.shape)
+    shape = list(shape_of(made))
     return _reshaped(made, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
@@ -72,14 +69,14 @@ def _unflatten(_func: Any, args: Arguments, options: Options) -> Any:
     sizes = list(sizes)
     if -1 in sizes:
         known = math.prod([each for each in sizes if each != -1])
-        sizes = [made.shape[dim] // known if each == -1 else each for each in sizes]
-    return _reshaped(made, [*made.shape[:dim], *sizes, *made.shape[dim + 1 :]])
+        sizes = [shape_of(made)[dim] // known if each == -1 else each for each in sizes]
+    return _reshaped(made, [*shape_of(made)[:dim], *sizes, *shape_of(made)[dim + 1 :]])
 
 
-def permuted(made: AnySlice, order: list[int]) -> AnySlice:
+def permuted(made: Slice, order: list[int]) -> Slice:
     order = [each % made.dim() for each in order]
     _, size, line = layout_of(made)
-    return as_slice(part_of_slice(made).permute(order), order.index(made.cut), size, line)
+    return as_slice(plain(made).permute(order), order.index(made.cut), size, line)
 
 
 def _permuted(_func: Any, args: Arguments, options: Options) -> Any:
@@ -101,7 +98,7 @@ def _unsqueeze(_func: Any, args: Arguments, options: Options) -> Any:
     made, dim = args[0], args[1] if len(args) > 1 else options["dim"]
     dim %= made.dim() + 1
     cut, size, line = layout_of(made)
-    return as_slice(part_of_slice(made).unsqueeze(dim), cut + (dim <= cut), size, line)
+    return as_slice(plain(made).unsqueeze(dim), cut + (dim <= cut), size, line)
 
 
 def _squeeze(_func: Any, args: Arguments, options: Options) -> Any:
@@ -112,7 +109,7 @@ def _squeeze(_func: Any, args: Arguments, options: Options) -> Any:
     cut, size, line = layout_of(made)
     if dim == cut:
         raise NoRule
-    out = part_of_slice(made).squeeze(dim)
+    out = plain(made).squeeze(dim)
     return as_slice(out, cut - (dim < cut and out.dim() < made.dim()), size, line)
 
 
@@ -123,12 +120,12 @@ def _expand(_func: Any, args: Arguments, options: Options) -> Any:
     if sizes[at] not in (-1, size):
         raise NoRule
     own = [*sizes[:at], -1, *sizes[at + 1 :]]
-    return as_slice(part_of_slice(made).expand(own), at, size, line)
+    return as_slice(plain(made).expand(own), at, size, line)
 
 
 def _getitem(_func: Any, args: Arguments, _options: Options) -> Any:
     made, index = args
-    if not isinstance(made, SLICES):
+    if not isinstance(made, Slice):
         raise NoRule
     index = index if isinstance(index, tuple) else (index,)
     if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
@@ -146,7 +143,7 @@ def _getitem(_func: Any, args: Arguments, _options: Options) -> Any:
         dim += each is not None
         new_dim += not isinstance(each, int)
     _, size, line = layout_of(made)
-    return as_slice(part_of_slice(made)[tuple(filled)], at, size, line)
+    return as_slice(plain(made)[tuple(filled)], at, size, line)
 
 
 def _pieces(func: Any, args: Arguments, options: Options) -> Any:
@@ -156,7 +153,7 @@ def _pieces(func: Any, args: Arguments, options: Options) -> Any:
     cut, size, line = layout_of(made)
     if dim == cut:
         raise NoRule
-    return tuple(as_slice(each, cut, size, line) for each in func(part_of_slice(made), *args[1:], **options))
+    return tuple(as_slice(each, cut, size, line) for each in func(plain(made), *args[1:], **options))
 
 
 def _one_of(func: Any, args: Arguments, options: Options) -> Any:
@@ -166,7 +163,7 @@ def _one_of(func: Any, args: Arguments, options: Options) -> Any:
     cut, size, line = layout_of(made)
     if dim == cut:
         raise NoRule
-    out = func(part_of_slice(made), *args[1:], **options)
+    out = func(plain(made), *args[1:], **options)
     if isinstance(out, Tensor):
         return as_slice(out, cut - (dim < cut), size, line)
     return tuple(as_slice(each, cut - (dim < cut), size, line) for each in out)
@@ -175,7 +172,7 @@ def _one_of(func: Any, args: Arguments, options: Options) -> Any:
 def _narrow(_func: Any, args: Arguments, _options: Options) -> Any:
     if len(args) != 4 or args[1] % args[0].dim() == args[0].cut:
         raise NoRule
-    return as_slice(part_of_slice(args[0]).narrow(*args[1:]), *layout_of(args[0]))
+    return as_slice(plain(args[0]).narrow(*args[1:]), *layout_of(args[0]))
 
 
 def _joined(func: Any, args: Arguments, options: Options) -> Any:
@@ -183,11 +180,11 @@ def _joined(func: Any, args: Arguments, options: Options) -> Any:
     tensors, dim = list(args[0]), args[1] if len(args) > 1 else options.get("dim", 0)
     if not isinstance(dim, int) or len({each.dim() for each in tensors}) > 1:
         raise NoRule
-    from_right, size, line = common([each for each in tensors if isinstance(each, SLICES)])
+    from_right, size, line = common([each for each in tensors if isinstance(each, Slice)])
     ndim = tensors[0].dim()
     cut, is_stack = ndim - from_right, name_of(func) == "stack"
     dim %= ndim + is_stack
-    if (dim == cut and not is_stack) or any(each.shape[cut] != size for each in tensors):
+    if (dim == cut and not is_stack) or any(shape_of(each)[cut] != size for each in tensors):
         raise NoRule
     parts = [matching(each, from_right, size, line) for each in tensors]
     return as_slice(func(parts, dim), cut + (is_stack and dim <= cut), size, line)
@@ -196,14 +193,14 @@ def _joined(func: Any, args: Arguments, options: Options) -> Any:
 def _repeat_interleave(_func: Any, args: Arguments, options: Options) -> Any:
     given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | options
     made, repeats, dim = given["input"], given["repeats"], given.get("dim")
-    if not (isinstance(made, SLICES) and isinstance(repeats, int) and isinstance(dim, int)):
+    if not (isinstance(made, Slice) and isinstance(repeats, int) and isinstance(dim, int)):
         raise NoRule
     cut, size, line = layout_of(made)
     if dim % made.dim() == cut:
         if size % line.size:
             raise NoRule
         size *= repeats
-    return as_slice(part_of_slice(made).repeat_interleave(repeats, dim), cut, size, line)
+    return as_slice(plain(made).repeat_interleave(repeats, dim), cut, size, line)
 
 
 RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.tensor.moves import part_of, summed, summed_part, used_by_parts, whole_of
-from stratagem_parallel.tensor.slices import SLICES, all_whole, as_slice, part_of_slice, whole
+from stratagem_parallel.tensor.moves import all_whole, part_of, summed, summed_part, used_by_parts, whole, whole_of
+from stratagem_parallel.tensor.slices import Slice, as_slice, part_of_slice
 from stratagem_sharding.shards import local
 
 if TYPE_CHECKING:
@@ -131,11 +131,10 @@ class Colwise(_Linear):
     cuts: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        is_cut = isinstance(value, SLICES)
-        make = _gathered if is_cut else used_by_parts
-        if self.line.traced and not (self.line.shares and self.has_taker):
+        make = _gathered if isinstance(value, Slice) else used_by_parts
+        if torch.compiler.is_compiling() and not (self.line.sharing.traces and self.has_taker):
             return make(value, self.line)
-        return self.line.shared(value, part_of_slice(value) if is_cut else value, make)
+        return self.line.sharing.shared(value, self.line, make)
 
     def give(self, module: nn.Module, output: Any) -> Any:
         return as_slice(output, -1, _size(module, 0), self.line)
@@ -158,9 +157,9 @@ class Rowwise(_Linear):
         self._bias: Any = None
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        if self.line.traced:
-            self.line.end_group()
-        if isinstance(value, SLICES) and value.cut == value.dim() - 1:
+        if torch.compiler.is_compiling():
+            self.line.sharing.end_group()
+        if isinstance(value, Slice) and value.cut == value.dim() - 1:
             return part_of_slice(value)
         return part_of(whole(value), value.dim() - 1, self.line)
 
@@ -241,10 +240,10 @@ class Sequence(Style):
     """A layer with replicated parameters of which each rank computes a part of the sequence."""
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        if not isinstance(value, (Tensor, *SLICES)) or not value.is_floating_point() or value.dim() < 2:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
             return value
         dim = value.dim() + SEQUENCE_DIM
-        if isinstance(value, SLICES):
+        if isinstance(value, Slice):
             if value.cut == dim:
                 return value
             value = whole(value)
@@ -279,7 +278,7 @@ class Replicated(Style):
 
 
 def _gathered(value: Any, line: Line) -> Tensor:
-    return whole_of(part_of_slice(value), value.cut, value.size(value.cut), line, for_parts=True)
+    return whole_of(part_of_slice(value), value.cut, value.whole_size, line, for_parts=True)
 
 
 def _size(module: nn.Module, dim: int) -> int:
