@@ -35,9 +35,9 @@ LIFE = [
     "explain_error", "teardown",
 ]  # fmt: skip
 
-#: Answered by strategies that own the step; the loop asks only them. Tested in test_trainer.py. `units` is asked by
+#: Answered by strategies that own the step; the loop asks only them. Tested in test_trainer.py. The others are asked by
 #: plugins, and tested in test_compile.py.
-NOT_ASKED = {"forward_backward", "units"}
+NOT_ASKED = {"forward_backward", "units", "wrap_backend"}
 
 
 def spy(seen):
