@@ -89,11 +89,13 @@ class Written(Attention):
 class _Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
+        ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return -0.5 * gradient
+        (x,) = ctx.saved_tensors
+        return -0.5 * gradient * x.cos()
 
 
 class Own(Attention):

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratagem.api import Mesh
 from stratagem.api.traffic import wire_bytes
-from stratagem_parallel.tensor.slices import Slice
 
 #: What `wire_bytes` calls the operations of torch, by the beginning of their names.
 _KINDS = {
@@ -86,7 +85,7 @@ class _Counting(TorchDispatchMode):
         self._add = add
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor | Slice) for each in types):
+        if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # they call the operations on parts, which come here
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self._count(func, args)

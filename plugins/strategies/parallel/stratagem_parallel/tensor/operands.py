@@ -37,8 +37,15 @@ def matching(value: Any, from_right: int, size: int, line: Line) -> Any:
         return plain(value)
     if not isinstance(value, Tensor):
         return value
-    length = value.shape[-from_right] if value.dim() >= from_right else 1
-    if length == 1:
-        return used_by_parts(value, line)
-    # Else it is a part: autograd gives a program's own function the gradient of a part.
-    return part_of(value, value.dim() - from_right, line) if length == size else value
+    if is_plain_part(value, from_right, size):
+        return value
+    if value.dim() >= from_right and value.shape[-from_right] == size and size > 1:
+        return part_of(value, value.dim() - from_right, line)
+    return used_by_parts(value, line)
+
+
+def is_plain_part(value: Any, from_right: int, size: int) -> bool:
+    """Return whether `value` is a plain part, as autograd gives the backward of a program's own function."""
+    if isinstance(value, Slice) or not isinstance(value, Tensor) or value.dim() < from_right:
+        return False
+    return value.shape[-from_right] not in (1, size)

@@ -14,7 +14,7 @@ from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import shapes
 from stratagem_parallel.tensor.loss import cross_entropy
 from stratagem_parallel.tensor.moves import all_whole, used_by_parts, whole, writes
-from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
+from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, is_plain_part, layout_of, matching
 from stratagem_parallel.tensor.random_numbers import of_this_part
 from stratagem_parallel.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
 
@@ -172,6 +172,8 @@ def _elementwise(func: Any, args: Arguments, options: Options, random: bool = Fa
         out = func(*parts, **named)
     if not isinstance(out, Tensor):  # where(condition) returns indices
         raise NoRule
+    if any(is_plain_part(each, from_right, size) for each in (*args, *options.values())):
+        return out  # a gradient, which autograd goes on with
     return as_slice(out, out.dim() - from_right, size, line)
 
 
