@@ -62,7 +62,7 @@ class Compile(Callback):
     #: torch policy or a callable.
     modules: Any = None
 
-    #: The strategy's own; None: the one that was chosen.
+    #: The backend as the strategy wraps it.
     _wrapped_backend: Any = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
@@ -77,9 +77,7 @@ class Compile(Callback):
         if not self.disable:
             _check_tools(self, run)
             _check_graphs(self, module, run)
-            chosen_backend = _Backend(self.backend, self.mode, self.options, self.dynamic)
-            wrapped = run.wrap_backend(chosen_backend)
-            self._wrapped_backend = None if wrapped is chosen_backend else wrapped
+            self._wrapped_backend = run.wrap_backend(self._chosen_backend)
         parts = [] if self.disable else self._parts(module, run)
         for part in module.modules():
             if part in _COMPILED and part not in parts:  # compiled by an earlier run, which chose other parts
@@ -113,12 +111,15 @@ class Compile(Callback):
         """Return a function that compiles a function; `count` is how many modules may share its code."""
         return torch.compile(**self._arguments(count))
 
+    @property
+    def _chosen_backend(self) -> _Backend:
+        return _Backend(self.backend, self.mode, self.options, self.dynamic)
+
     def _arguments(self, count: int) -> dict[str, Any]:
         arguments = {"fullgraph": self.fullgraph, "dynamic": self.dynamic}
-        if self._wrapped_backend is None:
-            arguments |= _Backend(self.backend, self.mode, self.options, self.dynamic).arguments()
-        else:
-            arguments["backend"] = self._wrapped_backend
+        own = self._chosen_backend
+        is_chosen = self._wrapped_backend in (None, own)
+        arguments |= own.arguments() if is_chosen else {"backend": self._wrapped_backend}
         # Layers that keep their number in an attribute each have code of their own: torch gives up after eight.
         limited = "recompile_limit" in inspect.signature(torch.compile).parameters
         return arguments | ({"recompile_limit": 8 + count} if limited and count > 1 else {})
