@@ -5,6 +5,7 @@ There is no device here: its backend is torch's fake one, and whatever is moved 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
 from stratagem.api.world import World
-from stratagem.distributed import interfaces, process_group
+from stratagem.distributed import comparison, default_group, interfaces, process_group
 from stratagem.distributed.backends import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
 from stratagem.distributed.process_group import TorchCollectives
@@ -130,6 +131,36 @@ def test_the_groups_of_a_save_in_the_background_are_made_at_connect(tmp_path):
     assert run_in_processes(_save_in_the_background, 2, str(tmp_path)) == [[33.0, 33.0]] * 2
 
 
+def _leave(rank, world_size):
+    left = []
+    default_group.backends_of = lambda group: {"cpu": "gloo", "cuda": "nccl"}
+    for module, name in ((dist.distributed_c10d, "_abort_process_group"), (dist, "destroy_process_group")):
+        act = getattr(module, name)
+        setattr(module, name, lambda act=act, name=name: (left.append(name), act()))
+    for error in (ValueError("the user's"), None):
+        with contextlib.suppress(ValueError), sg.Run(strategy="ddp", devices=world_size, accelerator="cpu"):
+            if error is not None:
+                raise error
+    return left
+
+
+def test_a_run_that_failed_does_not_wait_for_what_others_do_not_join():
+    assert run_in_processes(_leave, 2) == [["_abort_process_group", "destroy_process_group"]] * 2
+
+
+def _go_on_after_an_error(rank, world_size):
+    with sg.Run(strategy="ddp", devices=world_size, accelerator="cpu") as run:
+        with contextlib.suppress(ZeroDivisionError):
+            run.launch(lambda run: 1 / 0)
+        failed = run.collectives.failed
+        run.launch(lambda run: None)
+        return failed, run.collectives.failed
+
+
+def test_a_run_that_goes_on_after_an_error_ends_as_others_do():
+    assert run_in_processes(_go_on_after_an_error, 1) == [(True, False)]
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """What `init_process_group` and `new_group` are given, on a machine that has NCCL."""
@@ -147,7 +178,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(process_group, "default_store", lambda: None)
-    monkeypatch.setattr(process_group, "_comparing", None)
+    monkeypatch.setattr(comparison, "_comparing", None)
     monkeypatch.setattr(type(dist.group), "WORLD", _Group())
     yield calls
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

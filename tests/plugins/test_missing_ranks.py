@@ -14,7 +14,6 @@ import torch
 
 import stratagem as sg
 from stratagem.api.world import Collectives
-from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.runtime.launching import carry_out
 from stratagem_peer_diagnosis import failure_reports
 from stratagem_testing import run_in_processes, scripts
@@ -188,15 +187,6 @@ def test_an_object_that_cannot_be_sent_is_refused_on_all_ranks():
     for gathered, broadcast in run_in_processes(_send_what_cannot_be_pickled, 2):
         assert "rank 1 sends an object that cannot be pickled (function, " in gathered
         assert "rank 0 sends an object that cannot be pickled (function, " in broadcast
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4096])
-def test_fingerprints_are_common_only_if_all_are(world_size):
-    same, other = fingerprint("a"), fingerprint("b")
-
-    assert is_common([world_size * each for each in same], world_size)
-    assert not is_common([(world_size - 1) * a + b for a, b in zip(same, other, strict=True)], world_size)
-    assert max(8192 * each for each in same) < 2**53  # exact in float64
 
 
 # --- Metrics -----------------------------------------------------------------------------------------------------

@@ -170,6 +170,8 @@ class Collectives:
     world_size = 1
     #: This process's rank within the group.
     rank = 0
+    #: An error ended the run on this rank: `close` does not wait for what it sent.
+    failed = False
     #: The device of tensors that are sent.
     device: Any = "cpu"
     #: Whether a collective on tensors of `device` raises an error when another rank dies, before the timeout.

@@ -51,8 +51,12 @@ def have_equal_names(collectives: Collectives) -> bool:
     return bool(most == -least)
 
 
-def leave_group() -> None:
-    """Destroy the default group, if there is one, and unset the variables that were set for it."""
+def leave_group(failed: bool = False) -> None:
+    """Destroy the default group, if there is one, and unset the variables that were set for it.
+
+    Args:
+        failed: others may not join what this rank has begun to send. NCCL would wait for that: it is aborted.
+    """
     import torch.distributed as dist
 
     unset_variables()
@@ -61,7 +65,10 @@ def leave_group() -> None:
         # gloo, in plain PyTorch too): wrapped models in reference cycles have to be freed first.
         gc.collect()
         forget_meshes()
-        dist.destroy_process_group()
+        if failed and "nccl" in backends_of(None).values():
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def forget_meshes() -> None:

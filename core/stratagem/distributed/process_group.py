@@ -5,12 +5,6 @@ A process group has a backend for each type of device: on CUDA devices it is con
 tensor is sent from its own device. Objects and flags (``any``, ``barrier``, the comparison of calls) are CPU tensors:
 gloo sends them, without waiting for the GPU's stream or taking its memory. A group that the user made may have only
 NCCL; then they are copied to the GPU and sent from there.
-
-[Note: comparing calls]
-Two ranks that make different calls would mix their values, wait until the timeout, or abort (gloo, for different
-sizes). So all ranks first sum a fingerprint of what they are about to call, over a separate gloo group: parts h of a
-hash, and their squares. All ranks have the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The parts
-have 20 bits, so that the sums are exact in 64-bit integers, and in float64 up to thousands of ranks.
 """
 
 from __future__ import annotations
@@ -21,17 +15,15 @@ import copy
 import functools
 import gc
 import os
-import sys
 import time
-import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import evolve
 
 from stratagem.api.world import DEFAULT_TIMEOUT, Collectives
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
-from stratagem.distributed.call_site import where
+from stratagem.distributed.comparison import check_same_call, comparing_group
 from stratagem.distributed.default_group import (
     check_adoptable,
     default_store,
@@ -42,7 +34,6 @@ from stratagem.distributed.default_group import (
     not_splitting,
     trace_calls,
 )
-from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.distributed.interfaces import allow_connections, choose_interface, connect_when_needed, unset_variables
 from stratagem.distributed.objects import REFUSAL, packed, unpacked
 from stratagem.distributed.store import TCPKeyValueStore, connect_store
@@ -72,7 +63,7 @@ class TorchCollectives(Collectives):
         self._world, self.group = world, group
         #: Timeout of a collective.
         self.timeout = timeout
-        #: The group over which ranks compare their calls; None if they do not. See [Note: comparing calls].
+        #: The group over which ranks compare their calls; None if they do not. See `comparison`.
         self._comparing: Any = None
         #: This run set gloo's network interface, but the user made the default group, which outlives the run.
         self._chose_interface = False
@@ -118,22 +109,16 @@ class TorchCollectives(Collectives):
                 raise not_joined(world, error) from error
             raise
         # A script may end without closing its trainer: the group must be destroyed before the interpreter exits.
-        atexit.register(leave_group)
+        atexit.register(joined._leave)
         return joined
+
+    def _leave(self) -> None:
+        leave_group(self.failed)
 
     def _compare(self) -> TorchCollectives:
         """Start to compare calls, if gloo sends CPU tensors; return self. Collective."""
-        import torch.distributed as dist
-
-        global _comparing
         if self._backends.get("cpu") == "gloo":
-            default, group = dist.group.WORLD, None
-            if _comparing is not None and _comparing[0]() is default:
-                group = _comparing[1]()
-            if group is None:
-                group = dist.new_group(backend="gloo", timeout=self.timeout)
-                _comparing = weakref.ref(default), weakref.ref(group)
-            self._comparing = group
+            self._comparing = comparing_group(self.timeout)
         return self
 
     @property
@@ -149,30 +134,13 @@ class TorchCollectives(Collectives):
         return self.device if self.device.type in self._backends else torch.device("cpu")
 
     def _same_call(self, call: str, *facts: Any) -> None:
-        """Wait for all ranks, and check that all make this call; see [Note: comparing calls].
+        """Wait for all ranks, and check that all make this call; see `comparison`.
 
         Raises:
             ConfigError: some ranks make another call; raised on all ranks.
         """
-        if self._comparing is None:
-            return
-        import torch
-        import torch.distributed as dist
-
-        header = torch.tensor(fingerprint(f"{call} {facts}"))
-        dist.all_reduce(header, group=self._comparing)
-        if is_common(header.tolist(), self.world_size):
-            return
-        calls: list[str] = [""] * self.world_size
-        dist.all_gather_object(calls, f"{where(sys._getframe())} with {facts}", group=self._comparing)
-        rank = next((rank for rank, other in enumerate(calls) if other != calls[0]), 0)
-        first, other = calls[0], calls[rank]
-        if first.partition(" (")[0] != other.partition(" (")[0]:  # other methods: leave out the arguments
-            first, other = first.rpartition(" with ")[0], other.rpartition(" with ")[0]
-        raise ConfigError(
-            f"rank 0 is in {first} and rank {rank} in {other}", expected="all ranks to make the same call",
-            do="call it on every rank: remove the condition around it that is true on only some ranks",
-        )  # fmt: skip
+        if self._comparing is not None:
+            check_same_call(call, facts, self._comparing)
 
     @functools.cached_property
     def unchecked(self) -> Collectives:
@@ -203,16 +171,31 @@ class TorchCollectives(Collectives):
             self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout
         )  # fmt: skip
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
-        import torch.distributed as dist
+    def _in_rounds(self, tensor: torch.Tensor, ranks: int = 1) -> bool:
+        """Whether gloo sends `tensor`, of that many ranks at once, and takes longer than `rounds`."""
+        from stratagem.distributed.rounds import LARGEST
 
+        return self._backends.get(tensor.device.type) == "gloo" and ranks * tensor.nbytes <= LARGEST
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         place = self._sent_from(tensor)
         self._same_call("all_reduce", *_facts(tensor, place), op)
         reduced = tensor.to(place, copy=True)
         self._count("all_reduce", reduced)
-        ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(reduced, ops[op], group=self.group)
+        reduced = self._reduced(reduced, "sum" if op == "mean" else op)
         return (reduced / self.world_size if op == "mean" else reduced).to(tensor.device)
+
+    def _reduced(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
+        """Return the reduction of `tensor`, which may change."""
+        import torch
+        import torch.distributed as dist
+
+        from stratagem.distributed import rounds
+
+        if op != "sum" and self._in_rounds(tensor):
+            return rounds.all_reduce(tensor.contiguous(), torch.maximum if op == "max" else torch.minimum, self.group)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
+        return tensor
 
     def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         import torch.distributed as dist
@@ -230,10 +213,14 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
+        from stratagem.distributed import rounds
+
         place = self._sent_from(tensor)
         self._same_call("all_gather", *_facts(tensor, place))
         local = tensor.to(place).contiguous()
         self._count("all_gather", local)
+        if self._in_rounds(local, self.world_size):
+            return [part.to(tensor.device) for part in rounds.all_gather(local, self.group)]
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(parts, local, group=self.group)
         return [part.to(tensor.device) for part in parts]
@@ -364,7 +351,7 @@ class TorchCollectives(Collectives):
 
         self._same_call("barrier")
         if "cpu" in self._backends:  # dist.barrier would wait for the device
-            dist.all_reduce(torch.zeros(()), group=self.group)
+            self._reduced(torch.zeros(()), "max")
         else:
             dist.barrier(group=self.group)
 
@@ -426,19 +413,15 @@ class TorchCollectives(Collectives):
             unset_variables()
         if self._owns_group:
             self._owns_group = False
-            atexit.unregister(leave_group)
-            leave_group()
+            atexit.unregister(self._leave)
+            self._leave()
         else:
             forget_meshes()
 
 
-#: The default group, and the group over which the runs of this process compare calls. Weak references: a forked process
-#: would free the groups and hang, because their threads do not exist there.
-_comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
-
 if hasattr(os, "register_at_fork"):
-    # For the same reason a forked process, such as a worker of a loader, must not collect what it copies: a reference
-    # cycle may hold the groups of an earlier run.
+    # A forked process, such as a worker of a loader, must not collect what it copies: it would free the groups of an
+    # earlier run that a reference cycle holds, and hang, because their threads do not exist there.
     os.register_at_fork(after_in_child=gc.freeze)
 
 

@@ -68,6 +68,7 @@ def _whole_world(run: Context) -> World:
 
 def carry_out(run: Context, main: Callable[[Context], Any]) -> Any:
     """Return what ``main(run)`` returns; if another rank makes it fail, say which one and how."""
+    run.collectives.failed = False
     try:
         return main(run)
     except BaseException as error:
@@ -81,6 +82,7 @@ def explained(error: BaseException, run: Context) -> BaseException:
     """Return the error to raise in place of `error`: the answer of plugins, which are called once for each error."""
     if _EXPLAINED in vars(error):
         return error
+    run.collectives.failed = True
     cause: BaseException = run.ask("explain_error", error=error)
     vars(cause)[_EXPLAINED] = True
     return cause

@@ -16,7 +16,7 @@ from attrs import asdict, define
 from stratagem.api.metric_values import as_tensor, combine, infer_batch_size, number
 from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
-from stratagem.distributed.fingerprints import fingerprint
+from stratagem.distributed.comparison import fingerprint
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class StageMetrics:
         waiting_in = f"log({', '.join(map(repr, metrics))}, sync_dist=True)"  # noqa: F841 - `world.where` reads it
         collectives = self.collectives.duplicate("log")
         ops = {name: getattr(metric.reduce_fx, "__name__", str(metric.reduce_fx)) for name, metric in metrics.items()}
-        header = torch.tensor(fingerprint(f"{ops} {moment}"))
+        header = torch.tensor([fingerprint(f"{ops} {moment}")])
         values = _coded_on_cpu([metric.last for metric in metrics.values()])
         # Of the same size on all ranks, whatever each logged: collectives on different sizes abort.
         padding = header.new_zeros(2 * max(0, _FIRST - len(values)))
