@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ import torch.distributed as dist
 
 import stratagem as sg
 from ports import free_port
-from stratagem_peer_diagnosis.endpoints import probe
+from stratagem.api.world import Collectives, KeyValueStore, World
+from stratagem_peer_diagnosis import diagnosis, endpoints
+from stratagem_peer_diagnosis.endpoints import Endpoints, Peer, probe
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
@@ -333,3 +337,39 @@ def test_an_address_that_the_kernel_refuses_at_once_does_not_count_as_alive():
 def test_a_single_process_opens_nothing():
     with sg.Run(strategy="single_device", accelerator="cpu") as run:
         assert _endpoints_of(run) is None
+
+
+# --- Many ranks --------------------------------------------------------------------------------------------------
+
+
+class _FarFromTheLost(Collectives):
+    """What rank 0 of many has to ask: all ranks but `lost` reported that they failed, none names another."""
+
+    def __init__(self, world_size, lost):
+        self.world_size, self.store = world_size, KeyValueStore()
+        self.store.append("reported", "".join(f"{rank} " for rank in range(1, world_size) if rank not in lost))
+
+    def key_value_store(self):
+        return self.store
+
+    def read_failure_report(self, limit_s=2.0):
+        return None
+
+
+def test_a_far_rank_is_named_by_ranks_that_look_at_few(monkeypatch):
+    asked, connect, many = [], endpoints._begin_to_connect, 200
+    monkeypatch.setattr(endpoints, "_begin_to_connect", lambda *place: asked.append(place) or connect(*place))
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(many)]
+    world = World(rank=0, world_size=many, main_port=listening[0].getsockname()[1])
+    peers = [Peer(rank, "a", "127.0.0.1", each.getsockname()[1]) for rank, each in enumerate(listening)][1:]
+    listening[150].close()
+    run = SimpleNamespace(collectives=_FarFromTheLost(many, {150}), rank=0, join_timeout=timedelta(seconds=6))
+
+    found = diagnosis.explain(
+        RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), run, Endpoints(peers, None, world)
+    )
+
+    for each in listening:
+        each.close()
+    assert str(found).startswith("rank 0 lost its connection: rank 150 (a, 127.0.0.1) is gone")
+    assert len(asked) == endpoints.NEAREST + len(["the store", "rank 150"])

@@ -13,7 +13,7 @@ from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, CAUSE_S, Failure
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
-    from stratagem_peer_diagnosis.endpoints import Endpoints, Peer
+    from stratagem_peer_diagnosis.endpoints import Answer, Endpoints, Peer
 
 _TIMED_OUT = re.compile(
     r"timed out (waiting|in blocking)|application timeout|timed? ?out after|operation timeout|before timing out",
@@ -43,10 +43,15 @@ def _look_around(error: BaseException, run: RunContext, endpoints: Endpoints, re
     peers, (answers, reports.is_open) = endpoints.peers, endpoints.probe()
     if known := reports.read(AT_ONCE_S):
         return known
-    alive = {rank for rank, answer in answers.items() if answer == "alive"}
-    doing = endpoints.ask(alive) if alive else {}
+    doing = endpoints.ask(_alive(answers))
     elsewhere = {rank for rank, told in doing.items() if told.partition(" (")[0] != mine.partition(" (")[0]}
-    absent = alive - reports.exchange(alive)
+    far = {peer.rank for peer in peers if peer.port is not None} - answers.keys()
+    present = _alive(answers) | far
+    absent = present - reports.exchange(present)
+    if beyond := endpoints.nearest(absent & far):
+        answers |= endpoints.probe_ranks(beyond)
+        doing |= endpoints.ask(_alive(answers) & beyond)
+    absent &= _alive(answers)
     absent = elsewhere if elsewhere and waited_s(error, run) else absent
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
@@ -59,6 +64,10 @@ def _look_around(error: BaseException, run: RunContext, endpoints: Endpoints, re
     reports.write(found.found)
     found.__cause__ = error
     return found
+
+
+def _alive(answers: Mapping[int, Answer]) -> set[int]:
+    return {rank for rank, answer in answers.items() if answer == "alive"}
 
 
 def where_raised(error: BaseException) -> str:

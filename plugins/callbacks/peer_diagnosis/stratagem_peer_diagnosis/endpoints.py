@@ -5,10 +5,10 @@ The error of a failed collective does not say which rank is missing. So each ran
 *endpoint*) from the moment the ranks are connected. The kernel answers a probe first: it completes the connection of
 a process that hangs or is stopped, refuses that of one that has ended, and nothing comes back from a machine or a
 link that is down. A thread of the probed process then answers, to a sender that has the run's token, what the main
-thread is doing: in which call, at which line of the user's. A rank that fails probes all endpoints at once, asks the
-ranks that answer, and writes a *failure report* into the key-value store. Of the others, those in another call are at
-fault; otherwise those without a report, which hang or are slow. The finding of the first rank is stored, and the
-others raise it instead of their own error. None of this runs while collectives succeed.
+thread is doing: in which call, at which line of the user's. A rank that fails probes the nearest endpoints at once,
+asks the ranks that answer, and writes a *failure report* into the key-value store. Of the others, those in another call
+are at fault; otherwise those without a report, which are gone, hang or are slow, however far away. The finding of the
+first rank is stored, and the others raise it instead of their own error. None of this runs while collectives succeed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ Answer = Literal["alive", "gone", "silent"]
 
 #: How long a machine has to answer: twice the time after which the kernel asks again.
 PROBE_S = 2.0
+#: How many ranks a rank looks at, once after a collective failed, and once more of those that did not report then.
+NEAREST = 64
 #: How long a rank whose machine answers has to tell what it is doing.
 ASK_S = 0.5
 
@@ -89,9 +91,8 @@ class Endpoints:
         return cls([peer for peer in peers if peer.rank != world.rank], endpoint, world, everybody[0][-1])
 
     def probe(self, limit_s: float = PROBE_S) -> tuple[dict[int, Answer], bool]:
-        """Return how the endpoint of each rank answers, and whether the store does. Not collective."""
-        everybody = self._places({peer.rank for peer in self.peers}) | self._store_place
-        answers = probe(everybody, time.monotonic() + limit_s)
+        """Return how the endpoints of the nearest ranks answer, and whether the store does. Not collective."""
+        answers = probe(self._places(self.nearest()) | self._store_place, time.monotonic() + limit_s)
         store = answers.pop(_STORE, "gone")
         return answers, store == "alive"
 
@@ -102,6 +103,15 @@ class Endpoints:
     def store_answers(self, limit_s: float = PROBE_S) -> bool:
         """Return whether the store's port answers: a connection, for which torch's store looks up a name."""
         return probe(self._store_place, time.monotonic() + limit_s).get(_STORE) == "alive"
+
+    def nearest(self, among: set[int] | None = None) -> set[int]:
+        """Return the ranks `among` the others, or of all, that this rank looks at: those that come next after it.
+
+        If each of n ranks looked at all of them, n^2 connections would take longer than there is time.
+        """
+        world = self._world
+        ranks = {peer.rank for peer in self.peers} if among is None else among
+        return set(sorted(ranks, key=lambda rank: (rank - world.rank) % world.world_size)[:NEAREST])
 
     def _places(self, ranks: set[int]) -> dict[int, tuple[str, int]]:
         return {
