@@ -226,12 +226,12 @@ def test_two_processes_equal_plain_pytorch(strategy, mode):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (5, "activation_checkpointing is 5; expected a set of classes"),
-        (set(), r"activation_checkpointing is set\(\); expected a set of classes"),
+        (5, "activation_checkpointing is 5; expected 'blocks', a set of classes"),
+        (set(), r"activation_checkpointing is set\(\); expected 'blocks', a set of classes"),
         ({"policy": {Block}, "mod": "full"}, "has the keys 'policy', 'mod'; expected .*did you mean 'mode'"),
         ({"mode": "full"}, "has the keys 'mode'; expected 'policy'"),
         ({}, "has no keys; expected 'policy'"),
-        (nn.Linear(1, 1), "activation_checkpointing is Linear.*; expected a set of classes"),
+        (nn.Linear(1, 1), "activation_checkpointing is Linear.*; expected 'blocks', a set of classes"),
         (
             lambda part: True,
             r"a callable with the arguments \(part\); expected .*\(module, recurse, nonwrapped_numel\)",

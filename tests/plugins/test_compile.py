@@ -20,7 +20,8 @@ from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import share, train, weights_of
 from stratagem_transforms import compilation
-from stratagem_transforms.compilation import MODES, Compile, chosen, repeated
+from stratagem_transforms.compilation import MODES, Compile, chosen
+from stratagem_transforms.wrap_policy import repeated
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: The rounding of torch's own kernels, which inductor's differ from.

@@ -432,7 +432,7 @@ class Absent(nn.Module):
             {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=10**9)},
             "chooses no part of Net",
         ),
-        ({"auto_wrap_policy": 5}, "auto_wrap_policy is 5; expected a set of classes"),
+        ({"auto_wrap_policy": 5}, "auto_wrap_policy is 5; expected 'blocks', a set of classes"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, "device_mesh is \\(2, 2\\) and the run has 2"),
     ],
     ids=["absent unit", "absent checkpoint", "policy that chooses nothing", "policy of another type", "mesh"],
@@ -443,6 +443,31 @@ def test_what_cannot_work_is_refused_on_all_ranks(options, message):
     for said in run_in_processes(_refused, 2, options, Net, limit_s=60):
         assert said.startswith("refused: "), said
         assert re.search(message, said)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "parallel"])
+def test_blocks_may_be_named_as_such(strategy):
+    options = {"name": strategy, "auto_wrap_policy": "blocks"} | ({"shard": 2} if strategy == "parallel" else {})
+    run, model = sg.Run(strategy=options, devices=2, accelerator="cpu").context, Blocks()
+
+    assert units.units_of(model, run.strategy.auto_wrap_policy, "policy") == list(model.layers)
+
+
+@pytest.mark.parametrize(("device", "policy"), [("cuda", None), ("cuda", "blocks"), ("cpu", None)])
+def test_a_gpu_that_gathers_a_model_of_blocks_as_a_whole_is_told_of(device, policy):
+    run = types.SimpleNamespace(device=torch.device(device), manual=False)
+    wrap = functools.partial(units.shard_units, None, Blocks(), policy=policy, option="policy", options=None, run=run)
+    told = pytest.warns(UserWarning, match="'blocks' would gather its 3 repeated layers \\(Sequential\\) one by one")
+
+    with told if (device, policy) == ("cuda", None) else contextlib.nullcontext(), pytest.raises(TypeError):
+        wrap(fill=None)  # there is no GPU: it gets no further
 
 
 def test_an_instance_with_classes_travels():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from stratagem.errors import ConfigError
 from stratagem_sharding.gathered import follow
 from stratagem_sharding.param_groups import param_groups
-from stratagem_transforms.wrap_policy import children_first, select
+from stratagem_transforms.wrap_policy import children_first, repeated, select
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -48,6 +49,8 @@ def shard_units(
         ignored: parameters that stay as they are.
         keep_root: `root` stays gathered from its forward to its backward, which follows at once.
     """
+    if policy is None and run.device.type != "cpu":
+        _advise_blocks(user, option)
     chosen = {*units_of(user, policy, option), *also}
     if run.manual:  # a root's own parameters would be sharded again by the first backward within its forward
         chosen.update(user.children())
@@ -67,6 +70,17 @@ def shard_units(
         if keep_root:
             options = options | {"reshard_after_forward": False}
         _shard(root, user, ignored, options)
+
+
+def _advise_blocks(user: nn.Module, option: str) -> None:
+    """Warn if GPUs wait for the whole model, whose blocks they could gather one by one beside the computation."""
+    if blocks := repeated(user):
+        names = ", ".join(sorted({type(block).__name__ for block in blocks}))
+        warnings.warn(
+            f"{option} is not set: each step begins when the whole model is gathered; 'blocks' would gather its "
+            f"{len(blocks)} repeated layers ({names}) one by one, beside the computation of others",
+            stacklevel=2,
+        )
 
 
 def _shard(unit: nn.Module, user: nn.Module, ignored: AbstractSet[nn.Parameter], options: dict[str, Any]) -> None:

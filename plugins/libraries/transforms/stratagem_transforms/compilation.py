@@ -22,7 +22,7 @@ from stratagem.api import COMPILATION, Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
 from stratagem_transforms.activation_checkpointing import RECOMPUTED, Selective
 from stratagem_transforms.compilation_errors import explained
-from stratagem_transforms.wrap_policy import check_policy, children_first, select
+from stratagem_transforms.wrap_policy import check_policy, children_first, outermost, repeated, select
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -200,7 +200,7 @@ def chosen(module: nn.Module, wanted: Any) -> list[nn.Module]:
     """
     option = f"{_PATH}.modules"
     if not _lists(wanted):
-        return _outermost(module, select(module, wanted, option))
+        return outermost(module, select(module, wanted, option))
     found: set[nn.Module] = set()
     names = {name: part for name, part in module.named_modules() if name}
     classes = {cls.__name__ for part in names.values() for cls in type(part).__mro__}
@@ -217,23 +217,7 @@ def chosen(module: nn.Module, wanted: Any) -> list[nn.Module]:
                 do=nearest(each, [*own, *names]),
             )
         found.update(matched)
-    return _outermost(module, children_first(module, found))
-
-
-def repeated(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of one class, two or more with parameters, of each ModuleList and Sequential in `module`."""
-    found: list[nn.Module] = []
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList | nn.Sequential):
-            layers = [each for each in part if any(True for _ in each.parameters()) and any(each.children())]
-            kinds = [type(each) for each in layers]
-            found += [each for each in layers if kinds.count(type(each)) > 1]
-    return _outermost(module, found)
-
-
-def _outermost(module: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
-    inside = {id(each) for part in parts for each in part.modules() if each is not part}
-    return [part for part in dict.fromkeys(parts) if id(part) not in inside and part is not module]
+    return outermost(module, children_first(module, found))
 
 
 def _compilable(units: list[nn.Module]) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from stratagem.errors import ConfigError, nearest, shown
 
-_EXPECTED = "a set of classes (or their names), a torch policy or a callable"
+_EXPECTED = "'blocks', a set of classes (or their names), a torch policy or a callable"
 
 
 def check_policy(policy: Any, option: str) -> None:
@@ -51,17 +51,19 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     """Return the modules below `root` that `policy` chooses, children before parents.
 
     Args:
-        policy: a class, a set of classes or of class names, one of torch's FSDP policies, or a callable with the
-            arguments of FSDP1: ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
+        policy: "blocks" for what `repeated` returns, a class, a set of classes or of class names, one of torch's FSDP
+            policies, or a callable as FSDP1 takes it: ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
         option: the name of the option, for errors.
 
     Raises:
         ConfigError: it selects no module, or names a class that the model does not have.
     """
     check_policy(policy, option)
-    if isinstance(policy, type | str):
+    if isinstance(policy, type | str) and policy != "blocks":
         policy = {policy}
-    if isinstance(policy, set | frozenset | list | tuple):
+    if policy == "blocks":
+        chosen = set(repeated(root))
+    elif isinstance(policy, set | frozenset | list | tuple):
         chosen = _of_classes(root, policy, option)
     elif hasattr(policy, "_run_policy"):
         chosen = set(policy._run_policy(root, set(), {}))
@@ -75,6 +77,23 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
             do="drop it, or let it choose smaller parts",
         )
     return children_first(root, chosen)
+
+
+def repeated(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of one class, two or more with parameters, of each ModuleList and Sequential in `module`."""
+    found: list[nn.Module] = []
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential):
+            layers = [each for each in part if any(True for _ in each.parameters()) and any(each.children())]
+            kinds = [type(each) for each in layers]
+            found += [each for each in layers if kinds.count(type(each)) > 1]
+    return outermost(module, found)
+
+
+def outermost(module: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
+    """Return those of `parts` that are in no other one, without `module`."""
+    inside = {id(each) for part in parts for each in part.modules() if each is not part}
+    return [part for part in dict.fromkeys(parts) if id(part) not in inside and part is not module]
 
 
 def children_first(root: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:

@@ -48,8 +48,9 @@ def _offloads(value: Any) -> Any:
 class FSDPOptions(ProcessGroupStrategy):
     """The options, checked when they are set, and the answers that depend on them alone."""
 
-    #: What becomes a unit of its own: a set of classes, a torch policy, or a callable. Units are gathered one by one:
-    #: smaller ones need less memory and more messages. Without any, the model is one unit and whole in every step.
+    #: What becomes a unit of its own: "blocks" (the repeated layers), a set of classes, a torch policy, or a callable.
+    #: Units are gathered one by one, on GPUs beside the computation of another one: smaller ones need less memory and
+    #: more messages. Without any, the model is one unit and whole in every step.
     auto_wrap_policy: Any = None
     #: What is computed again in backward instead of being kept: a set of classes or a torch policy. Memory for time.
     activation_checkpointing_policy: Any = None

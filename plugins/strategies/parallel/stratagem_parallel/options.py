@@ -115,7 +115,7 @@ class ParallelOptions(ProcessGroupStrategy):
     context_method: str = field(default="auto", validator=_is_method)
     #: Whether the first step of each stage is checked for operations that need whole sequences.
     context_checks: bool = True
-    #: With `shard`, what becomes a unit that is gathered as one: a set of classes, a torch policy, or a callable.
+    #: With `shard`, what becomes a unit that is gathered as one: as `auto_wrap_policy` of `fsdp`.
     auto_wrap_policy: Any = None
     #: With `shard`, whether units are sharded again between forward and backward: less memory, more messages. A
     #: pipeline whose schedule divides backward keeps them until the step ends.

@@ -44,7 +44,7 @@ from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.part_writes import PartWrites
 from stratagem_sharding.shards import clip_values, local
 from stratagem_sharding.units import units_of
-from stratagem_transforms.compilation import repeated
+from stratagem_transforms.wrap_policy import repeated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
