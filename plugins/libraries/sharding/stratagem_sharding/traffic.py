@@ -53,6 +53,8 @@ class _CountingAllGather(DefaultAllGather):
     ) -> dist.Work | None:
         self._order.next(self._event)
         self._traffic.add("all_gather", input_tensor.nbytes, group.size(), sender="parameters")
+        if output_tensor.itemsize == 1:  # gloo gathers no float8, and a gather changes no bytes
+            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
         if not async_op and is_pooled(output_tensor) and dist.get_backend(group) == "gloo":
             _gather_in_place(output_tensor, group)
             return None
