@@ -3,7 +3,7 @@
     python benchmarks/low_bits.py [--steps 200] [--width 128]
 
 Needs stratagem-torchao. The GPT is that of `stratagem demo`, on the same text. All runs have the same weights and
-batches to begin with. On a CPU fp8 is emulated: it rounds as a GPU does, and takes longer. About three minutes there.
+batches to begin with. fp8 is emulated: it rounds as a GPU does, and takes longer. About three minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import stratagem as sg
 from stratagem.api.seeding import seed_everything
 from stratagem_demo.gpt import CharGPT, loaders, manual
 
+FP8 = {"name": "fp8", "emulate": True}
 RUNS = {
     "bf16": ({"precision": "bf16-mixed"}, "AdamW"),
-    "fp8 tensorwise": ({"precision": "fp8"}, "AdamW"),
-    "fp8 rowwise": ({"precision": {"name": "fp8", "recipe": "rowwise"}}, "AdamW"),
-    "fp8 rowwise_with_gw_hp": ({"precision": {"name": "fp8", "recipe": "rowwise_with_gw_hp"}}, "AdamW"),
+    "fp8 tensorwise": ({"precision": FP8}, "AdamW"),
+    "fp8 rowwise": ({"precision": FP8 | {"recipe_name": "rowwise"}}, "AdamW"),
+    "fp8 rowwise_with_gw_hp": ({"precision": FP8 | {"recipe_name": "rowwise_with_gw_hp"}}, "AdamW"),
     "32": ({"precision": "32-true"}, "AdamW"),
     "AdamW8bit": ({"precision": "32-true"}, "AdamW8bit"),
     "AdamW4bit": ({"precision": "32-true"}, "AdamW4bit"),

@@ -33,8 +33,8 @@ def test_on_a_cpu_it_is_refused_in_one_sentence_that_names_fp8(name):
 
     assert str(refused.value) == (
         "precision is 'transformer-engine', and the device is cpu; expected a CUDA GPU with fp8 matrix products "
-        '(compute capability 8.9 or higher); use precision="fp8" (pip install stratagem-torchao), which also runs '
-        'without CUDA, or "bf16-mixed".'
+        '(compute capability 8.9 or higher); use precision="bf16-mixed", or {"name": "fp8", "emulate": True} '
+        "(pip install stratagem-torchao), which runs without CUDA."
     )
 
 
@@ -65,7 +65,7 @@ def test_the_engine_is_not_imported_to_choose_it():
 def test_without_the_engine_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(
-        ConfigError, match=r'cannot be imported.*transformer_engine\[pytorch\]", or use precision="fp8"'
+        ConfigError, match=r'cannot be imported.*transformer_engine\[pytorch\]", or use precision="bf16-mixed"'
     ):
         TransformerEnginePrecision().prepare_module(Net(), None)
 

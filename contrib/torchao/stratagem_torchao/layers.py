@@ -57,7 +57,9 @@ def linear_layers(module: nn.Module, replaced: type[nn.Linear] | None = None) ->
     }
 
 
-def select(layers: dict[str, nn.Linear], modules: Sequence[str], skip: Sequence[str], option: str) -> list[str]:
+def select(
+    layers: dict[str, nn.Linear], modules: Sequence[str], skip: Sequence[str], option: str, skip_key: str = "skip"
+) -> list[str]:
     """Return the names of `layers` that a pattern of `modules` matches (all if there is none) and none of `skip` does.
 
     A pattern such as ``blocks.*.feed`` also matches what lies within such modules.
@@ -65,7 +67,7 @@ def select(layers: dict[str, nn.Linear], modules: Sequence[str], skip: Sequence[
     Raises:
         ConfigError: a pattern matches no layer.
     """
-    for key, patterns in (("modules", modules), ("skip", skip)):
+    for key, patterns in (("modules", modules), (skip_key, skip)):
         for pattern in patterns:
             if not any(_matches(name, pattern) for name in layers):
                 raise ConfigError(

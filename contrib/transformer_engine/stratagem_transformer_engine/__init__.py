@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from stratagem.api import RunContext
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_DO = 'use precision="fp8" (pip install stratagem-torchao), which also runs without CUDA, or "bf16-mixed"'
+_DO = (
+    'use precision="bf16-mixed", or {"name": "fp8", "emulate": True} (pip install stratagem-torchao), which runs '
+    "without CUDA"
+)
 
 
 def _dtype_name(value: Any) -> Any:

@@ -159,7 +159,8 @@ NAMES: Final[dict[str, Counterpart]] = {
     "DoublePrecisionPlugin": Counterpart(text='precision="64-true"'),
     "BitsandbytesPrecision": Counterpart(text='precision={"name": "nf4", ...} (of stratagem-bitsandbytes)'),
     "TransformerEnginePrecision": Counterpart(
-        text='precision="transformer-engine" (of stratagem-transformer-engine)', note='"fp8" runs without CUDA, too'
+        text='precision="transformer-engine" (of stratagem-transformer-engine)',
+        note='"fp8" with emulate=True runs without CUDA, too',
     ),
     "DeepSpeedPrecision": Counterpart(text='precision="bf16-mixed" or "16-mixed"', note="the engine applies it"),
     "PrecisionPlugin": Counterpart("Precision"),
