@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.bias import CausalBias
 
 import stratagem as sg
 from stratagem.api.seeding import seeded
@@ -99,6 +100,76 @@ def test_attention_over_parts_is_attention_over_the_whole(world_size):
     for failed, compared in run_in_processes(_attentions, world_size, limit_s=360):
         assert failed == []
         assert compared > 80
+
+
+def _counting_pairs():
+    """Return a list to which each attention with a causal bias adds its number of pairs of positions."""
+    pairs, plain = [], CausalBias.__torch_function__
+
+    def counted(_, function, types, args=(), kwargs=None):
+        if function is KEPT_IN[0]:
+            queries, keys = (tensor.shape[-2] for tensor in args[:2])
+            pairs.append(queries * keys - queries * (queries - 1) // 2)
+        return plain(function, types, args, kwargs)
+
+    CausalBias.__torch_function__ = classmethod(counted)
+    return pairs
+
+
+def _own_attention(query, key, value, attn_mask, **options):
+    assert type(attn_mask) is torch.Tensor
+    return KEPT_IN[0](query, key, value, attn_mask=attn_mask, **options)
+
+
+def _causally(attend, length, over, lead=(2,), key_heads=2, dtypes=(torch.float64,) * 3):
+    """Return the largest relative difference of outputs and gradients from those of whole sequences of parts of `length`."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((*lead, 4, length * over.world_size, 8), *[(*lead, key_heads, length * over.world_size, 8)] * 2)
+    whole = [
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    own = [tensor.detach().chunk(over.world_size, -2)[over.rank].clone().requires_grad_() for tensor in whole]
+    options = {"is_causal": True, "enable_gqa": key_heads != 4, "scale": 0.7}
+    expected, found = KEPT_IN[0](*whole, **options), attend(*own, **options)
+    for out in (expected, found):
+        (out.double() ** 2).sum().backward()
+    pairs = [
+        (expected.detach(), found.detach()),
+        *((one.grad, other.grad) for one, other in zip(whole, own, strict=True)),
+    ]
+    return max(
+        float((one.chunk(over.world_size, -2)[over.rank] - other).abs().max() / one.abs().max()) for one, other in pairs
+    )
+
+
+def _balance(rank, world_size):
+    pairs, counts, differences = _counting_pairs(), {}, []
+    axis = connected(world_size, context_method="all_gather").run.strategy._context
+    with axis.recomputing():
+        for length in (1, 4, 5):
+            pairs.clear()
+            differences.append(_causally(F.scaled_dot_product_attention, length, axis.over))
+            counts[length] = sum(pairs)
+        differences.append(_causally(F.scaled_dot_product_attention, 5, axis.over, lead=(), key_heads=4))
+        differences.append(_causally(SequenceAttention(_own_attention, axis.over, "all_gather"), 5, axis.over))
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes = (torch.bfloat16, torch.float32, torch.float32)
+            short = _causally(F.scaled_dot_product_attention, 5, axis.over, dtypes=dtypes)
+    return max(differences), short, counts
+
+
+@pytest.mark.every_push("3")
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_that_gather_keys_share_causal_attention_equally(world_size):
+    differences, short, counts = zip(*run_in_processes(_balance, world_size), strict=True)
+    assert max(differences) < 1e-12
+    assert max(short) < 0.03
+    for length in (1, 4, 5):
+        pairs, whole = [each[length] for each in counts], length * world_size
+        assert sum(pairs) == whole * (whole + 1) // 2
+        assert max(pairs) - min(pairs) <= length % 2 * (whole - 1)  # an odd part has no halves: less than one query
 
 
 def _losses(rank, world_size):

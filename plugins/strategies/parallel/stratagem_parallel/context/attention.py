@@ -4,16 +4,24 @@
 Each of the n ranks has t consecutive positions of sequences of T = n * t. With Ulysses (Jacobs et al., "DeepSpeed
 Ulysses", 2023) ranks exchange positions for heads, attend over whole sequences with 1/n of the heads, and exchange
 back. With an all-gather of keys and values each rank attends from its own positions to all.
+
+[Note: balance]
+With a causal mask the queries of rank n-1 have 2n-1 times as many keys as those of rank 0. So after the all-gather
+rank i and its mirror, rank n-1-i, swap the second halves of their queries: rank i attends from halves 2i and 2(n-1-i)+1
+of the 2n halves of a sequence, whose keys are 2n+1 halves together on each rank, and returns what is its mirror's.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import handle_torch_function, has_torch_function
 
 from stratagem.errors import ConfigError
@@ -41,6 +49,8 @@ class SequenceAttention:
         #: True within a call.
         self.is_inside = False
         self._is_local = 0
+        #: Takes its lengths in each call: torch makes none under a dispatch mode, and allocates two numbers a pair.
+        self._bias = causal_lower_right(1, 1)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -142,22 +152,51 @@ class SequenceAttention:
         is_causal: bool,
         options: dict[str, Any],
     ) -> Tensor:
-        part = query.shape[-2]
-        before = self.over.rank * part
         if key.shape == value.shape:
             key, value = gather(torch.stack([key, value]), -2, self.over).unbind()
         else:
             key, value = gather(key, -2, self.over), gather(value, -2, self.over)
-        if is_causal:  # later keys are masked for all of these queries
-            key, value = key[..., : before + part, :], value[..., : before + part, :]
-            is_causal = before == 0
-            if not is_causal:
-                mask = torch.ones(part, before + part, dtype=torch.bool, device=query.device).tril(before)
-        elif mask is not None:
+        if is_causal:
+            return self._balanced(query, key, value, options)
+        part = query.shape[-2]
+        if mask is not None:
             mask = self._whole_keys(mask, query)
             if mask.shape[-2] == part * self.over.world_size:
-                mask = mask.narrow(-2, before, part)
-        return self.attend(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
+                mask = mask.narrow(-2, self.over.rank * part, part)
+        return self.attend(query, key, value, attn_mask=mask, **options)
+
+    def _balanced(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attend causally to the gathered keys; see [Note: balance]."""
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # torch's function casts, but not before it looks for a kernel for a bias
+            query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+        rank, size, part = self.over.rank, self.over.world_size, query.shape[-2]
+        if part == 1:
+            return self._up_to(rank + 1, query, key, value, options)
+        first, second = query.tensor_split(2, -2)
+        first = self._up_to(rank * part + first.shape[-2], first, key, value, options)
+        second = self._up_to((size - rank) * part, self._swap(second), key, value, options)
+        return torch.cat([first, self._swap(second)], -2)
+
+    def _swap(self, tensor: Tensor) -> Tensor:
+        """Return the `tensor` of this rank's mirror, of the same shape."""
+        rows = [0] * self.over.world_size
+        rows[-1 - self.over.rank] = len(tensor)
+        return exchange(tensor, self.over, rows, rows)
+
+    def _up_to(self, end: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attend causally from the positions before `end`, the last of which are those of `query`."""
+        key, value = key[..., :end, :], value[..., :end, :]
+        mask = self._causal_mask(query.shape[-2], end, query.device)
+        with _under_its_name(self.attend):
+            return self.attend(query, key, value, attn_mask=mask, **options)
+
+    def _causal_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Return the causal mask for the last of `keys` positions: a bias, for which GPUs have fused kernels."""
+        if not isinstance(self.attend, BuiltinFunctionType):  # a user's function in place of torch's
+            return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+        self._bias.seq_len_q, self._bias.seq_len_kv = queries, keys
+        return self._bias
 
     # --- Masks ---------------------------------------------------------------------------------------------------
 
@@ -195,6 +234,17 @@ class SequenceAttention:
         if mask.dtype is torch.bool:
             return gather(mask.to(torch.uint8), dim, self.over).bool()
         return gather(mask, dim, self.over)
+
+
+@contextlib.contextmanager
+def _under_its_name(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Within: torch has `attend` under its own name, by which a causal bias recognizes and calls it."""
+    replacement = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = replacement
 
 
 def _check_lengths(query: Tensor, key: Tensor) -> None:
