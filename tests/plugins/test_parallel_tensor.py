@@ -22,7 +22,7 @@ from stratagem_parallel.tensor.loss import _check_in_range
 from stratagem_parallel.tensor.plan import plan_of
 from stratagem_parallel.tensor.slices import Slice
 from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.reference import Net, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem_testing.training import QUIET, outcome, share, weights_of
 
 LAYERS = {
@@ -302,6 +302,80 @@ def test_optimizers_that_update_many_parameters_in_one_call_step_what_is_cut_and
         for weights, whole_group in others:
             assert whole_group
             assert relative_difference(weights, reference) < 1e-6
+
+
+# --- Code of a model's own ---------------------------------------------------------------------------------------
+
+
+class Standardized(nn.Linear):
+    """A linear layer with a forward of the program's own: other weights, and more than a product."""
+
+    def forward(self, x):
+        weight = (self.weight - self.weight.mean(1, keepdim=True)) / self.weight.abs().max()
+        return nn.functional.linear(x, weight, self.bias).relu()
+
+
+class Offset(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids + 2) * self.embedding_dim**0.5
+
+
+class OwnForwards(sg.Module):
+    """Keeps a buffer of an activation that is cut, and has layers that compute what no style knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = Offset(18, 8, padding_idx=2)
+        self.up, self.down, self.out = Standardized(16, 64), Standardized(64, 32), nn.Linear(32, 4)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        x = self.up(x + self.places(torch.arange(16)).sum(1) / 30)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        x = self.down(x * self.scale.to(x) + self.mean)
+        return self.out(self.layer(x[:, None])[:, 0])
+
+    def training_step(self, batch, batch_idx):
+        return loss_of(self(batch[0]), batch[1].expand(-1, 4))
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", loss_of(self(batch[0]), batch[1].expand(-1, 4)), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+OWN_PLAN = {
+    "places": "vocab",
+    "up": "colwise",
+    "down": "rowwise",
+    "layer.linear1": "colwise",
+    "layer.linear2": "rowwise",
+}
+
+
+def _own_forwards(rank, world_size, strategy, folder, batches):
+    torch.manual_seed(0)
+    module = OwnForwards()
+    trainer = sg.Trainer(
+        max_epochs=1, strategy=strategy, devices=world_size, accelerator="cpu", default_root_dir=folder, logger=False,
+        enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(module, share(trainer, batches), share(trainer, batches[:1]))
+    return weights_of(trainer) | {"mean": module.mean}, float(trainer.callback_metrics["val"])
+
+
+@pytest.mark.slow
+def test_layers_with_forwards_of_their_own_and_buffers_are_right_and_saved(tmp_path):
+    batches = joined_batches(6, 8)
+    ((plain, expected),) = run_in_processes(_own_forwards, 1, "auto", str(tmp_path / "1"), batches)
+    strategy = {"name": "parallel", "tensor": 2, "plan": OWN_PLAN}
+
+    for weights, loss in run_in_processes(_own_forwards, 2, strategy, str(tmp_path / "2"), batches, limit_s=120):
+        assert relative_difference(weights, plain) < 1e-5
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 # --- What layers share -------------------------------------------------------------------------------------------

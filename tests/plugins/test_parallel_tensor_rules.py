@@ -8,15 +8,69 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
+from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import PartsBackend
+from stratagem_parallel.tensor.copies import marked
+from stratagem_parallel.tensor.functions import see_slices
 from stratagem_parallel.tensor.moves import Line, TracedStep, all_whole, part_of, summed_part, whole_of
 from stratagem_parallel.tensor.slices import as_slice
 from stratagem_testing import run_in_processes
 
+
+class _Scaled(torch.autograd.Function):
+    """Keeps its input and its result, and sums in backward for a parameter."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        out = (x * w).tanh()
+        ctx.save_for_backward(x, w, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w, out = ctx.saved_tensors
+        gradient = gradient * (1 - out**2)
+        return gradient * w + gradient.mean(), (gradient * x).sum((0, 1))
+
+
+class _ScaledByOne(torch.autograd.Function):
+    """Takes a parameter without dimensions; its context is set up apart."""
+
+    @staticmethod
+    def forward(x, scale):
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale / gradient.norm(), (gradient * x).sum()
+
+
+def _hooked(x):
+    x = x * 1
+    x.register_hook(lambda gradient: gradient / gradient.norm())
+    return x.tanh()
+
+
+def _recomputed(x, y):
+    return checkpoint(lambda x: x.tanh() * y, x, use_reentrant=True)
+
+
 #: Each takes x (4, 6, 8), another y of its shape, and a replicated w (8, 8) that needs gradients.
 FUNCTIONS = {
+    "a column of its dtype": lambda x, y, w: (x * w[:6, :1].to(x)).sum() / w[:6, :1].type_as(x).sum(),
+    "a number of its dtype": lambda x, y, w: x * w[0, 0].to(x) + torch.arange(8).to(x) * w[0].type_as(x),
+    "of another's dtype": lambda x, y, w: x.to(w[:5, :5]) * y.type_as(w[:1, :3]) + x.to(y),
+    "a function with a parameter": lambda x, y, w: _Scaled.apply(x, w[0]) * y,
+    "a function with a number": lambda x, y, w: _ScaledByOne.apply(x, w[0, 0]),
+    "a hook that reduces": lambda x, y, w: _hooked(x) * y,
     "add": lambda x, y, w: x + y * 2 - x / 3,
     "with a scalar": lambda x, y, w: 1 - x**2,
     "with a row": lambda x, y, w: x * w[0],
@@ -149,6 +203,10 @@ def _hooked(x):
     return x.tanh()
 
 
+#: torch's compiler refuses a reentrant checkpoint.
+NOT_COMPILED = {"recomputed": lambda x, y, w: _recomputed(x, y)}
+
+
 def _line(world_size):
     trainer = sg.Trainer(
         strategy={"name": "parallel", "tensor": world_size}, devices=world_size, accelerator="cpu", logger=False,
@@ -180,10 +238,11 @@ def _compare(rank, world_size, cuts, compiled):
     line = _line(world_size)
     missed = _wrong_answers(line)
     for cut in cuts:
-        for name, function in FUNCTIONS.items():
+        for name, function in (FUNCTIONS if compiled else FUNCTIONS | NOT_COMPILED).items():
             own = _compiled(function, line) if compiled else function
             try:
-                missed += [f"{name}, cut along {cut}: {what}" for what in _missed(function, own, cut, line)]
+                with see_slices(traced=compiled):
+                    missed += [f"{name}, cut along {cut}: {what}" for what in _missed(function, own, cut, line)]
             except Exception as error:  # the same on all ranks
                 missed.append(f"{name}, cut along {cut}: {type(error).__name__}: {error}")
     return missed
@@ -218,6 +277,51 @@ def _missed(function, own_function, cut, line):
         f"gradient of {name}": (a.grad, b.grad) for name, a, b in zip("xyw", own, plain, strict=True)
     }
     return [name for name, pair in pairs.items() if not torch.allclose(*map(_number, pair), rtol=1e-6, atol=1e-6)]
+
+
+#: Each gets x, which it does not write to without being told.
+WRITES = {
+    "elements": lambda x: x[1:, 1:3, 1:4].fill_(0), "moved": lambda x: x.movedim(0, 2).mul_(2),
+    "a diagonal": lambda x: x.diagonal(dim1=1, dim2=2).add_(1), "a view of a view": lambda x: x[1:, 1:, 1:].T[0].zero_(),
+    "pieces": lambda x: [each[..., 0].sub_(1) for each in x.tensor_split(2, -1)],
+    "another shape": lambda x: x.view(2, 96)[:, 5:7].exp_(), "another size": lambda x: x + torch.ones(4),
+}  # fmt: skip
+
+
+def _refused(rank, world_size):
+    line, said = _line(world_size), {}
+    for cut, (name, write) in itertools.product(range(3), WRITES.items()):
+        whole = torch.zeros(4, 6, 8)
+        with torch.no_grad():
+            made = as_slice(line.part(whole, cut).clone(), cut, whole.shape[cut], line)
+            try:
+                write(made)
+                write(whole)
+                said[cut, name] = torch.equal(all_whole(made), whole)
+            except (ConfigError, RuntimeError) as error:
+                said[cut, name] = str(error)
+    return said
+
+
+@pytest.mark.slow
+def test_no_write_is_lost_and_no_shape_fits_that_would_not_fit_the_whole():
+    for said in run_in_processes(_refused, 2):
+        size = [said.pop((cut, "another size")) for cut in range(3)]
+        assert all("must match the size of tensor b (4)" in each for each in size)
+        assert {
+            key: each for key, each in said.items() if each is not True and "writes to an activation" not in each
+        } == {}
+        assert sum(each is not True for each in said.values()) > 10
+
+
+def test_a_copy_may_be_written_to_and_answers_as_what_it_stands_for():
+    copy = marked(torch.arange(6.0).view(2, 3))
+
+    assert type(copy * 2) is type(copy[torch.tensor([1])]) is torch.Tensor
+    assert copy.T.contiguous().add_(1).tolist() == [[1, 4], [2, 5], [3, 6]]
+    for write in (lambda: copy.T.add_(1), lambda: copy.split(1)[0].zero_(), lambda: copy.__setitem__(0, 1)):
+        with pytest.raises(ConfigError, match="writes to an activation that tensor parallelism cuts"):
+            write()
 
 
 def _messages(rank, world_size):

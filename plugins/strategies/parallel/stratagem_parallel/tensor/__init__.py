@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import rules as rules  # slices need them
+from stratagem_parallel.tensor.copies import without_marks
 from stratagem_parallel.tensor.cutting import cut, styled
+from stratagem_parallel.tensor.functions import see_slices
 from stratagem_parallel.tensor.moves import Line, TracedStep, all_whole
 from stratagem_parallel.tensor.plan import plan_of
 from stratagem_parallel.tensor.slices import Slice, part_of_slice
@@ -54,7 +56,7 @@ def cut_layers(
 
 def whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     """Return what a step returned, with the whole of each activation that is cut: a hook on the step. Collective."""
-    return all_whole(output)
+    return without_marks(all_whole(output))
 
 
 @frozen
@@ -108,9 +110,13 @@ def described(plan: dict[str, Any], user: nn.Module, size: int) -> str:
 def named_use(user: nn.Module) -> Iterator[None]:
     """Within a step: an operation on a parameter that is cut, outside of its layer, is an error that names it."""
     line = user.__dict__.get(_LINE)
+    if line is None:
+        yield
+        return
     try:
-        with TracedStep(line) if line is not None and line.traced else contextlib.nullcontext():
+        with see_slices(traced=line.traced), TracedStep(line) if line.traced else contextlib.nullcontext():
             yield
+        _gather_buffers(user)
     except RuntimeError as error:
         if not is_sharded_use(error):
             raise
@@ -130,8 +136,15 @@ def named_use(user: nn.Module) -> Iterator[None]:
             do=f"call the layer (a Linear that is tied to an Embedding), or leave {layer!r} out of the plan",
         ) from error
     finally:
-        if line is not None:
-            line.sharing.forget()
+        line.sharing.forget()
+
+
+def _gather_buffers(user: nn.Module) -> None:
+    """Make activations that a step kept as buffers whole: what is saved is read on some ranks alone. Collective."""
+    for part in user.modules():
+        for name, buffer in part._buffers.items():
+            if isinstance(buffer, Slice):
+                part._buffers[name] = all_whole(buffer)
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

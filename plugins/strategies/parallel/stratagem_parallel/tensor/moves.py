@@ -281,6 +281,23 @@ def whole(value: Any) -> Any:
     return whole_of(part_of_slice(value), value.cut, value.whole_size, value.line)
 
 
+def for_parts(value: Any, line: Line) -> Tensor:
+    """Return the whole of `value` for ranks that compute parts with it. Collective if it is a slice."""
+    if not isinstance(value, Slice):
+        return used_by_parts(value, line)
+    return whole_of(part_of_slice(value), value.cut, value.whole_size, value.line, for_parts=True)
+
+
+def renumbered(ids: Tensor, padding: int | None, size: int, line: Line) -> tuple[Tensor, Tensor, int | None]:
+    """Return where this rank's part of `size` rows has the rows `ids`, which of these others have, and the padding."""
+    offset, own = line.bounds(size)
+    is_here = (ids >= offset) & (ids < offset + own)
+    # Numbers that no rank has stay as they are: the lookup refuses them.
+    elsewhere = ~is_here & (ids >= 0) & (ids < size)
+    padding = None if padding is None or not offset <= padding % size < offset + own else padding % size - offset
+    return (ids - offset).masked_fill(elsewhere, 0).where(is_here | elsewhere, ids), elsewhere, padding
+
+
 def all_whole(values: Any) -> Any:
     """Return `values`, any nested structure, with the whole of each slice. Collective."""
     return tree_map_only(Slice, whole, values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stratagem_parallel.tensor.moves import Line, part_of, used_by_parts
@@ -37,15 +38,19 @@ def matching(value: Any, from_right: int, size: int, line: Line) -> Any:
         return plain(value)
     if not isinstance(value, Tensor):
         return value
-    if is_plain_part(value, from_right, size):
+    if is_plain_part(value, from_right, size, line):
         return value
-    if value.dim() >= from_right and value.shape[-from_right] == size and size > 1:
-        return part_of(value, value.dim() - from_right, line)
-    return used_by_parts(value, line)
+    if value.dim() < from_right or value.shape[-from_right] == 1:
+        return used_by_parts(value, line)
+    if value.shape[-from_right] != size:
+        raise NoRule
+    return part_of(value, value.dim() - from_right, line)
 
 
-def is_plain_part(value: Any, from_right: int, size: int) -> bool:
-    """Return whether `value` is a plain part, as autograd gives the backward of a program's own function."""
+def is_plain_part(value: Any, from_right: int, size: int, line: Line) -> bool:
+    """Return whether `value` is a plain part, as autograd gives backward functions outside of `functions`."""
     if isinstance(value, Slice) or not isinstance(value, Tensor) or value.dim() < from_right:
         return False
-    return value.shape[-from_right] not in (1, size)
+    if not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() == -1:
+        return False  # a program's, in forward
+    return value.shape[-from_right] not in (1, size) and value.shape[-from_right] == line.bounds(size)[1]

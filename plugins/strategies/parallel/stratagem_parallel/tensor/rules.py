@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.errors import ConfigError
 from stratagem_parallel.tensor import shapes
+from stratagem_parallel.tensor.copies import is_view, marked, unwritable
+from stratagem_parallel.tensor.functions import hook_of_slices, part_for
 from stratagem_parallel.tensor.loss import cross_entropy
-from stratagem_parallel.tensor.moves import all_whole, used_by_parts, whole, writes
+from stratagem_parallel.tensor.moves import (
+    all_whole,
+    for_parts,
+    part_of,
+    renumbered,
+    summed,
+    used_by_parts,
+    whole,
+    writes,
+)
 from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, is_plain_part, layout_of, matching
 from stratagem_parallel.tensor.random_numbers import of_this_part
 from stratagem_parallel.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
@@ -33,8 +43,8 @@ _ELEMENTWISE = {
     "add", "sub", "mul", "div", "true_divide", "multiply", "divide", "subtract", "rsub", "neg", "pow", "square", "sqrt",
     "rsqrt", "exp", "log", "log1p", "expm1", "sin", "cos", "tanh", "sigmoid", "relu", "relu6", "gelu", "silu", "mish",
     "elu", "selu", "celu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "softsign", "tanhshrink",
-    "logsigmoid", "abs", "sign", "clamp", "clip", "clamp_min", "clamp_max", "float", "double", "half", "bfloat16", "to",
-    "type_as", "contiguous", "clone", "detach", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "maximum",
+    "logsigmoid", "abs", "sign", "clamp", "clip", "clamp_min", "clamp_max", "float", "double", "half", "bfloat16",
+    "contiguous", "clone", "detach", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "maximum",
     "minimum", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_and", "logical_or",
     "logical_not", "reciprocal", "erf", "floor", "ceil", "round", "zeros_like", "ones_like", "full_like", "empty_like",
     "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
@@ -65,6 +75,8 @@ def apply(name: str, func: Any, args: Arguments, options: Options) -> Any:
     if name in _OF_PART:
         if name == "register_hook" and torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break()  # a slice with a hook would leave a graph as a plain tensor
+        if name == "register_hook":
+            return args[0].register_hook(hook_of_slices(args[1], args[0]))
         return getattr(args[0], name)(*args[1:], **options)
     try:
         if isinstance(func, torch._ops.OpOverload):
@@ -95,7 +107,8 @@ def _property(func: Any, made: Slice) -> Any:
     if callable(getattr(Tensor, which)):  # the compiler takes methods that are written in Python for properties
         return functools.partial(_called, which, made)
     if which not in ("T", "mT") or made.dim() < 2:
-        return getattr(whole(made), which)
+        out = getattr(whole(made), which)
+        return marked(out) if is_view(func, (made,)) else out
     order = list(range(made.dim()))
     return shapes.permuted(made, order[::-1] if which == "T" else [*order[:-2], order[-1], order[-2]])
 
@@ -108,23 +121,16 @@ def _called(name: str, made: Slice, *args: Any, **options: Any) -> Any:
 def _set_property(func: Any, made: Any, value: Any) -> None:
     which = getattr(func.__self__, "__name__", "")
     if which not in ("requires_grad", "grad"):
-        raise _unwritable(which)
+        raise unwritable(which)
     func(made, value)
 
 
 def _of_whole(name: str, func: Any, args: Arguments, options: Options) -> Any:
     in_place = writes(name) and not name.startswith("__i")  # a program takes what those return
     if (in_place and isinstance(args[0], Slice)) or isinstance(options.get("out"), Slice):
-        raise _unwritable(name)
-    return func(*all_whole(args), **all_whole(options))
-
-
-def _unwritable(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} writes to an activation that tensor parallelism cuts, in a way that parts do not allow",
-        expected="an operation that returns a new tensor",
-        do="make the layer before it gather its output: give it the style 'colwise_gather_output'",
-    )
+        raise unwritable(name)
+    out = func(*all_whole(args), **all_whole(options))
+    return marked(out) if args and isinstance(args[0], Slice) and is_view(func, args) else out
 
 
 def _by_rule(name: str, func: Any, args: Arguments, options: Options) -> Any:
@@ -172,9 +178,16 @@ def _elementwise(func: Any, args: Arguments, options: Options, random: bool = Fa
         out = func(*parts, **named)
     if not isinstance(out, Tensor):  # where(condition) returns indices
         raise NoRule
-    if any(is_plain_part(each, from_right, size) for each in (*args, *options.values())):
+    if any(is_plain_part(each, from_right, size, line) for each in (*args, *options.values())):
         return out  # a gradient, which autograd goes on with
     return as_slice(out, out.dim() - from_right, size, line)
+
+
+def _converted(func: Any, args: Arguments, options: Options) -> Any:
+    """to, type_as: another tensor tells a dtype and a device, whatever its shape."""
+    made, *rest = (plain(each) if isinstance(each, Slice) else each for each in args)
+    out = func(made, *rest, **{key: plain(each) if isinstance(each, Slice) else each for key, each in options.items()})
+    return as_slice(out, *layout_of(args[0])) if isinstance(args[0], Slice) else out
 
 
 def _dropout(func: Any, args: Arguments, options: Options) -> Any:
@@ -220,14 +233,40 @@ def _norm_of_last(func: Any, args: Arguments, options: Options) -> Any:
 
 
 def _linear(func: Any, args: Arguments, options: Options) -> Any:
-    made = args[0] if args else None
-    others = [*args[1:], *options.values()]
-    if not isinstance(made, Slice) or made.cut == made.dim() - 1 or any(isinstance(each, Slice) for each in others):
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | options
+    made, weight, bias = given["input"], given["weight"], given.get("bias")
+    if isinstance(weight, Slice):
+        return _linear_by_parts(func, made, weight, bias)
+    if not isinstance(made, Slice) or made.cut == made.dim() - 1 or isinstance(bias, Slice):
         raise NoRule
     line = made.line
-    rest = [used_by_parts(each, line) if isinstance(each, Tensor) else each for each in args[1:]]
-    named = {key: used_by_parts(each, line) if isinstance(each, Tensor) else each for key, each in options.items()}
-    return as_slice(func(plain(made), *rest, **named), *layout_of(made))
+    own = None if bias is None else used_by_parts(bias, line)
+    return as_slice(func(plain(made), used_by_parts(weight, line), own), *layout_of(made))
+
+
+def _linear_by_parts(func: Any, value: Tensor, weight: Slice, bias: Tensor | None) -> Tensor:
+    """Apply a linear function whose weight is cut: by a layer with a forward of its own."""
+    cut, size, line = layout_of(weight)
+    if cut == 0:
+        own = None if bias is None else matching(bias, 1, size, line)
+        return as_slice(func(for_parts(value, line), plain(weight), own), -1, size, line)
+    is_cut = isinstance(value, Slice) and value.cut == value.dim() - 1
+    part = plain(value) if is_cut else part_of(whole(value), value.dim() - 1, line)
+    out = summed(func(part, plain(weight)), line)
+    return out if bias is None else out + whole(bias)
+
+
+def _embedding(func: Any, args: Arguments, options: Options) -> Any:
+    given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | options
+    ids, weight = whole(given["input"]), given["weight"]
+    if not isinstance(weight, Slice):
+        raise NoRule
+    cut, size, line = layout_of(weight)
+    given |= {"input": ids, "weight": plain(weight)}
+    if cut == 1:
+        return as_slice(func(**given), -1, size, line)
+    given["input"], elsewhere, padding = renumbered(ids, given.get("padding_idx"), size, line)
+    return summed(func(**given | {"padding_idx": padding}).masked_fill(elsewhere.unsqueeze(-1), 0), line)
 
 
 def _matmul(func: Any, args: Arguments, options: Options) -> Any:
@@ -294,6 +333,20 @@ def _gradients(func: Any, args: Arguments, options: Options) -> Any:
     )
 
 
+def _backward(func: Any, args: Arguments, options: Options) -> Any:
+    """backward of a tensor, and of torch.autograd: from parts of slices, with parts of gradients."""
+    key = "grad_tensors" if "grad_tensors" in options else "gradient"
+    given = args[1] if len(args) > 1 else options.get(key)
+    several = isinstance(args[0], (tuple, list))
+    made = args[0] if several else (args[0],)
+    gradients = given if isinstance(given, (tuple, list)) else [given] * len(made)
+    own = [part_for(gradient, each) for gradient, each in zip(gradients, made, strict=True)]
+    with torch.enable_grad():  # a checkpoint calls this without
+        parts = [plain(each) if isinstance(each, Slice) else each for each in made]
+    rest = {name: each for name, each in options.items() if name != key}
+    return func(parts if several else parts[0], own if several else own[0], *args[2:], **rest)
+
+
 def _size(_func: Any, args: Arguments, options: Options) -> Any:
     dim = args[1] if len(args) > 1 else options.get("dim")
     return shape_of(args[0]) if dim is None else shape_of(args[0])[dim]
@@ -320,6 +373,9 @@ _RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
     "__len__": _length,
     "__repr__": _described,
     "grad": _gradients,
+    "backward": _backward,
+    "to": _converted,
+    "type_as": _converted,
     "dropout": _dropout,
     "dropout_": _dropout,
     "alpha_dropout": _dropout,
@@ -327,6 +383,7 @@ _RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
     "layer_norm": _norm_of_last,
     "rms_norm": _norm_of_last,
     "linear": _linear,
+    "embedding": _embedding,
     "matmul": _matmul,
     "bmm": _matmul,
     "__matmul__": _matmul,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.tensor.moves import all_whole, part_of, summed, summed_part, used_by_parts, whole, whole_of
+from stratagem_parallel.tensor.moves import all_whole, for_parts, part_of, renumbered, summed, summed_part, whole
 from stratagem_parallel.tensor.slices import Slice, as_slice, part_of_slice
 from stratagem_sharding.shards import local
 
@@ -53,7 +53,10 @@ class Style:
         Its forward is replaced where this style knows how: torch's compiler compiles hooks for each layer again.
         """
         forward = self.forward_of(module)
-        if forward is None or "forward" in module.__dict__:
+        if self.cuts and type(module).forward not in (nn.Linear.forward, nn.Embedding.forward):
+            module.register_forward_pre_hook(self._lend)
+            module.register_forward_hook(self._take_back, always_call=True)
+        elif forward is None or "forward" in module.__dict__:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
             module.register_forward_hook(self._after, always_call=True)
         else:
@@ -63,6 +66,17 @@ class Style:
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """Return a forward for all modules of this class, which finds the style of each; None if hooks are needed."""
         return None if self.cuts else _around
+
+    def _lend(self, module: nn.Module, _args: Any) -> None:
+        """Have a forward of the program's own find slices in place of parameters that are cut."""
+        self._kept = {name: module._parameters[name] for name in self.cuts if module._parameters.get(name) is not None}
+        for name, parameter in self._kept.items():
+            dim = self.cuts[name]
+            module._parameters[name] = as_slice(local(parameter), dim, parameter.shape[dim], self.line)  # type: ignore[assignment]
+
+    def _take_back(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        kept, self._kept = self._kept, {}
+        module._parameters.update(kept)
 
     def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
         args, options = self.taken(module, args, options)
@@ -131,10 +145,9 @@ class Colwise(_Linear):
     cuts: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        make = _gathered if isinstance(value, Slice) else used_by_parts
         if torch.compiler.is_compiling() and not (self.line.sharing.traces and self.has_taker):
-            return make(value, self.line)
-        return self.line.sharing.shared(value, self.line, make)
+            return for_parts(value, self.line)
+        return self.line.sharing.shared(value, self.line, for_parts)
 
     def give(self, module: nn.Module, output: Any) -> Any:
         return as_slice(output, -1, _size(module, 0), self.line)
@@ -205,15 +218,11 @@ class VocabEmbedding(Style):
         self._padding: Any = None
 
     def take(self, module: nn.Module, value: Any) -> Any:
-        ids, size = whole(value), _size(module, 0)
-        offset, own = self.line.bounds(size)
-        is_here = (ids >= offset) & (ids < offset + own)
-        # Numbers that no rank has stay as they are: the lookup refuses them.
-        self._elsewhere = ~is_here & (ids >= 0) & (ids < size)
-        padding = self._padding = getattr(module, "padding_idx", None)
-        if padding is not None:
-            module.padding_idx = padding - offset if offset <= padding < offset + own else None  # type: ignore[assignment]
-        return (ids - offset).masked_fill(self._elsewhere, 0).where(is_here | self._elsewhere, ids)
+        padding: Any = module.padding_idx
+        self._padding = padding
+        ids, self._elsewhere, own = renumbered(whole(value), padding, _size(module, 0), self.line)
+        module.padding_idx = own  # type: ignore[assignment]
+        return ids
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._padding is not None:
@@ -275,10 +284,6 @@ class Replicated(Style):
 
     def attach(self, module: nn.Module) -> None:
         pass
-
-
-def _gathered(value: Any, line: Line) -> Tensor:
-    return whole_of(part_of_slice(value), value.cut, value.whole_size, line, for_parts=True)
 
 
 def _size(module: nn.Module, dim: int) -> int:
