@@ -317,6 +317,10 @@ def test_no_write_is_lost_and_no_shape_fits_that_would_not_fit_the_whole():
 def test_a_copy_may_be_written_to_and_answers_as_what_it_stands_for():
     copy = marked(torch.arange(6.0).view(2, 3))
 
+    copy.requires_grad_().retain_grad()
+    (copy * 2).sum().backward()
+    assert copy.grad.tolist() == [[2.0] * 3] * 2
+    copy = copy.detach()
     assert type(copy * 2) is type(copy[torch.tensor([1])]) is torch.Tensor
     assert copy.T.contiguous().add_(1).tolist() == [[1, 4], [2, 5], [3, 6]]
     for write in (lambda: copy.T.add_(1), lambda: copy.split(1)[0].zero_(), lambda: copy.__setitem__(0, 1)):

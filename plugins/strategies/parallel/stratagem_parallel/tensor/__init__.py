@@ -32,6 +32,8 @@ __all__ = ["PartsBackend", "connect", "cut_layers", "described", "named_use", "s
 
 #: Where a module that was cut remembers the ranks that hold its parts.
 _LINE = "_stratagem_tensor_line"
+#: And the buffers of its layers, which a step may set to an activation.
+_BUFFERS = "_stratagem_tensor_buffers"
 
 
 def cut_layers(
@@ -50,7 +52,7 @@ def cut_layers(
     line = Line(over, mesh)
     plan, where = plan_of(user, option, line.size)
     cut(user, styled(user, plan, line, where), line, fill)
-    user.__dict__[_LINE] = line
+    user.__dict__ |= {_LINE: line, _BUFFERS: [part._buffers for part in user.modules() if part._buffers]}
     return plan
 
 
@@ -116,7 +118,10 @@ def named_use(user: nn.Module) -> Iterator[None]:
     try:
         with see_slices(traced=line.traced), TracedStep(line) if line.traced else contextlib.nullcontext():
             yield
-        _gather_buffers(user)
+        for buffers in user.__dict__[_BUFFERS]:
+            for name, buffer in buffers.items():
+                if isinstance(buffer, Slice):  # what is saved is read on some ranks alone
+                    buffers[name] = all_whole(buffer)
     except RuntimeError as error:
         if not is_sharded_use(error):
             raise
@@ -137,14 +142,6 @@ def named_use(user: nn.Module) -> Iterator[None]:
         ) from error
     finally:
         line.sharing.forget()
-
-
-def _gather_buffers(user: nn.Module) -> None:
-    """Make activations that a step kept as buffers whole: what is saved is read on some ranks alone. Collective."""
-    for part in user.modules():
-        for name, buffer in part._buffers.items():
-            if isinstance(buffer, Slice):
-                part._buffers[name] = all_whole(buffer)
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

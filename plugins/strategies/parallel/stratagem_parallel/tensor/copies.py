@@ -19,6 +19,8 @@ _VIEWS = {
     "movedim", "moveaxis", "diagonal", "t", "tensor_split", "hsplit", "vsplit", "dsplit", "unfold", "as_strided",
     "detach", "adjoint", "ravel", "view_as_real", "view_as_complex",
 }  # fmt: skip
+#: What a tensor keeps of itself.
+_OF_ITSELF = {"__get__", "__set__", "register_hook", "retain_grad", "requires_grad_"}
 _PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 
 
@@ -28,9 +30,13 @@ class CopiedView(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_of(func)
-        if args and isinstance(args[0], CopiedView) and writes(name) and name != "requires_grad_":
-            raise unwritable(name)
-        out = func(*without_marks(args), **without_marks(kwargs or {}))
+        if name in _OF_ITSELF:
+            with torch._C.DisableTorchFunction():
+                out = func(*args, **(kwargs or {}))
+        else:
+            if args and isinstance(args[0], CopiedView) and writes(name):
+                raise unwritable(name)
+            out = func(*without_marks(args), **without_marks(kwargs or {}))
         return marked(out) if args and isinstance(args[0], CopiedView) and is_view(func, args) else out
 
 
