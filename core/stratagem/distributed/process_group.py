@@ -109,11 +109,8 @@ class TorchCollectives(Collectives):
                 raise not_joined(world, error) from error
             raise
         # A script may end without closing its trainer: the group must be destroyed before the interpreter exits.
-        atexit.register(joined._leave)
+        atexit.register(leave_group)
         return joined
-
-    def _leave(self) -> None:
-        leave_group(self.failed)
 
     def _compare(self) -> TorchCollectives:
         """Start to compare calls, if gloo sends CPU tensors; return self. Collective."""
@@ -413,8 +410,8 @@ class TorchCollectives(Collectives):
             unset_variables()
         if self._owns_group:
             self._owns_group = False
-            atexit.unregister(self._leave)
-            self._leave()
+            atexit.unregister(leave_group)
+            leave_group(self.failed)
         else:
             forget_meshes()
 

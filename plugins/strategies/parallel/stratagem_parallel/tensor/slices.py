@@ -45,6 +45,8 @@ class Slice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and any(issubclass(each, torch.nn.Parameter) for each in types):
+            return NotImplemented  # one that another took the place of: it refuses to be used
         with torch._C.DisableTorchFunction():
             # torch's compiler asks what is in memory. What it traces is a program's.
             if not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None:
