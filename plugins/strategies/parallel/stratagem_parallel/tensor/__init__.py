@@ -110,7 +110,10 @@ def described(plan: dict[str, Any], user: nn.Module, size: int) -> str:
 
 @contextlib.contextmanager
 def named_use(user: nn.Module) -> Iterator[None]:
-    """Within a step: an operation on a parameter that is cut, outside of its layer, is an error that names it."""
+    """Within a step: an operation on a parameter that is cut, outside of its layer, is an error that names it.
+
+    A program's own functions see slices, and buffers are whole afterwards.
+    """
     line = user.__dict__.get(_LINE)
     if line is None:
         yield
