@@ -22,7 +22,7 @@ from torch import nn
 
 import stratagem
 from stratagem.api import World
-from stratagem.errors import ConfigError, LaunchError
+from stratagem.errors import ConfigError, LaunchError, PeerError
 from stratagem_testing import EnvironmentConformance, LauncherConformance, StrategyConformance, run_in_processes
 from stratagem_testing.processes import ProcessesFailed
 from stratagem_testing.reference import (
@@ -575,6 +575,34 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
     assert processes[1].returncode == -signal.SIGKILL
     assert processes[0].returncode not in (0, -signal.SIGKILL)
     assert "PeerError" in errors
+
+
+class Alone(Net):
+    """Rank 1 ends Horovod and raises; rank 0 computes gradients when Horovod has ended."""
+
+    def training_step(self, batch, batch_idx):
+        import horovod.torch as hvd
+
+        if self.trainer.global_rank == 1:
+            raise ValueError("out of order")
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.allreduce(torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
+def fit_alone(rank, size, overlap, batches):
+    trainer = stratagem.Trainer(strategy={"name": "horovod", "overlap": overlap}, accelerator="cpu", devices=2, **QUIET)
+    with pytest.raises(ValueError if rank == 1 else PeerError) as caught:
+        trainer.fit(Alone(), share(trainer, batches))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_horovod_that_has_ended_is_the_error_of_another_rank(overlap):
+    """Not only where a message under way is lost."""
+    first, _ = run_in_processes(fit_alone, 2, overlap, joined_batches(2, 24))
+
+    assert first == "rank 1 failed with ValueError: out of order; this rank stops with it."
 
 
 def test_one_process_of_horovodrun_trains_alone(tmp_path):

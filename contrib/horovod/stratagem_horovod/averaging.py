@@ -10,6 +10,8 @@ rank used is not sent, and keeps its gradient of None.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,7 +113,8 @@ class Averager:
             if not group.sent:
                 self._send(group, [parameter for parameter in group.parameters if parameter in used])
         for sent in self._in_flight:
-            self._wait(sent.handle)
+            with self._peers():
+                self._wait(sent.handle)
             for parameter, gradient, wire in sent.parts:
                 if wire is not gradient:
                     gradient.copy_(wire)
@@ -176,7 +179,8 @@ class Averager:
         names = list(self._names)
         local = [p.grad is not None and p in self._unreduced for p in names]
         flags = torch.tensor(local, dtype=torch.int32)
-        self._wait(self.hvd.allreduce_async_(flags, name="stratagem.used", op=self.hvd.Sum))
+        with self._peers():
+            self._wait(self.hvd.allreduce_async_(flags, name="stratagem.used", op=self.hvd.Sum))
         return {parameter for parameter, count in zip(names, flags.tolist(), strict=True) if count}
 
     # --- Messages ------------------------------------------------------------------------------------------------
@@ -197,13 +201,11 @@ class Averager:
         if len(parameters) < len(group.parameters):  # Horovod remembers the shapes of a name
             chosen = {id(parameter) for parameter in parameters}
             name += "".join(f"+{index}" for index, each in enumerate(group.parameters) if id(each) in chosen)
-        try:
+        with self._peers():
             if self.reduction.num_groups is None:
                 handle = self.hvd.allreduce_async_(wires[0], name=name, **options)
             else:
                 handle = self.hvd.grouped_allreduce_async_(wires, name=name, **options)
-        except self.hvd.HorovodInternalError as error:
-            raise _lost(error) from error
         self._in_flight.append(_Sent(handle, parts))
 
     def _part(self, parameter: nn.Parameter) -> tuple[nn.Parameter, Tensor, Tensor]:
@@ -223,17 +225,18 @@ class Averager:
         return parameter, gradient, gradient if wire.data_ptr() == gradient.data_ptr() else wire
 
     def _wait(self, handle: Any) -> None:
+        while not self.hvd.poll(handle):
+            time.sleep(_LOOK_S)
+        self.hvd.synchronize(handle)
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Raise a `PeerError` where Horovod ended, which it does on all ranks when one has left."""
         try:
-            while not self.hvd.poll(handle):
-                time.sleep(_LOOK_S)
-            self.hvd.synchronize(handle)
+            yield
         except self.hvd.HorovodInternalError as error:
-            raise _lost(error) from error
-
-
-def _lost(error: Exception) -> PeerError:
-    reason = " ".join(str(error).split())
-    return PeerError(
-        f"Horovod could not reduce gradients ({reason[:200]})",
-        do="look for the error of the rank that ended first, and in the kernel log for an out-of-memory kill",
-    )
+            reason = " ".join(str(error).split())
+            raise PeerError(
+                f"Horovod could not reduce gradients ({reason[:200]})",
+                do="look for the error of the rank that ended first, and in the kernel log for an out-of-memory kill",
+            ) from error
