@@ -15,31 +15,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
-    "__version__": "_version",
-    "Trainer": "training.trainer",
-    "Run": "runtime.run",
-    "Module": "training.module",
-    "DataModule": "training.datamodule",
-    "HyperparametersMixin": "training.hyperparameters",
-    "seed_everything": "api.seeding",
-    "find_usable_cuda_devices": "config.devices",
-    "rank_zero_only": "runtime.rank_zero",
-    "rank_zero_info": "runtime.rank_zero",
-    "rank_zero_warn": "runtime.rank_zero",
-    "hookimpl": "api.markers",
-    "Strategy": "api.kinds",
-    "Precision": "api.kinds",
-    "CommHook": "api.kinds",
-    "Environment": "api.kinds",
-    "Launcher": "api.kinds",
-    "Accelerator": "api.kinds",
-    "CheckpointFormat": "api.kinds",
-    "Callback": "api.kinds",
-    "Logger": "api.kinds",
-    "Command": "api.kinds",
-    "Capabilities": "api.capabilities",
-    "World": "api.world",
-    "StratagemError": "errors",
+    "__version__": "stratagem._version",
+    "Trainer": "stratagem_trainer.trainer",
+    "Run": "stratagem.runtime.run",
+    "Module": "stratagem_trainer.module",
+    "DataModule": "stratagem_trainer.datamodule",
+    "HyperparametersMixin": "stratagem_trainer.hyperparameters",
+    "seed_everything": "stratagem.api.seeding",
+    "find_usable_cuda_devices": "stratagem.config.devices",
+    "rank_zero_only": "stratagem.runtime.rank_zero",
+    "rank_zero_info": "stratagem.runtime.rank_zero",
+    "rank_zero_warn": "stratagem.runtime.rank_zero",
+    "hookimpl": "stratagem.api.markers",
+    "Strategy": "stratagem.api.kinds",
+    "Precision": "stratagem.api.kinds",
+    "CommHook": "stratagem.api.kinds",
+    "Environment": "stratagem.api.kinds",
+    "Launcher": "stratagem.api.kinds",
+    "Accelerator": "stratagem.api.kinds",
+    "CheckpointFormat": "stratagem.api.kinds",
+    "Callback": "stratagem.api.kinds",
+    "Logger": "stratagem.api.kinds",
+    "Command": "stratagem.api.kinds",
+    "Capabilities": "stratagem.api.capabilities",
+    "World": "stratagem.api.world",
+    "StratagemError": "stratagem.errors",
 }
 
 __all__ = [*_MODULES]
@@ -66,10 +66,10 @@ if TYPE_CHECKING:
     from stratagem.runtime.rank_zero import rank_zero_only as rank_zero_only
     from stratagem.runtime.rank_zero import rank_zero_warn as rank_zero_warn
     from stratagem.runtime.run import Run as Run
-    from stratagem.training.datamodule import DataModule as DataModule
-    from stratagem.training.hyperparameters import HyperparametersMixin as HyperparametersMixin
-    from stratagem.training.module import Module as Module
-    from stratagem.training.trainer import Trainer as Trainer
+    from stratagem_trainer.datamodule import DataModule as DataModule
+    from stratagem_trainer.hyperparameters import HyperparametersMixin as HyperparametersMixin
+    from stratagem_trainer.module import Module as Module
+    from stratagem_trainer.trainer import Trainer as Trainer
 
 
 def __getattr__(name: str) -> Any:
@@ -82,7 +82,12 @@ def __getattr__(name: str) -> Any:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        value = getattr(importlib.import_module(f"stratagem.{module}"), name)
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "stratagem_trainer":
+            raise
+        message = f"stratagem.{name} is in a package that is not installed; run `pip install stratagem-trainer`"
+        raise ModuleNotFoundError(message, name=error.name) from None
     finally:
         if collecting:
             gc.enable()

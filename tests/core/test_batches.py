@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.training.batches import ResumableBatches, agreed_size, length
-from stratagem.training.progress import Position
+from stratagem_trainer.batches import ResumableBatches, agreed_size, length
+from stratagem_trainer.progress import Position
 
 
 class Normalized(torch.nn.Module):

@@ -17,8 +17,8 @@ from stratagem.config.settings import RunSettings, TrainerSettings
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
 from stratagem.stack.describe import option_docs
-from stratagem.training.metrics import StageMetrics
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.metrics import StageMetrics
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: Arguments that may be anything.

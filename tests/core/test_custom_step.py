@@ -9,7 +9,6 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.training import fit_state
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Double,
@@ -22,6 +21,7 @@ from stratagem_testing.reference import (
     window_size,
 )
 from stratagem_testing.training import outcome, share, weights_of
+from stratagem_trainer import fit_state
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 LR, LIMIT = 5e-3, 1.0

@@ -12,9 +12,9 @@ from torch import nn
 import stratagem as sg
 from stratagem.api.values import PrecisionPolicy
 from stratagem.config.settings import RunSettings
-from stratagem.training import stage_runner as session
-from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer import stage_runner as session
+from stratagem_trainer.hints import warn_of_another_order, warn_of_slow_choices
 
 FULL, HALF = PrecisionPolicy(), PrecisionPolicy(compute_dtype=torch.bfloat16)
 LAST = torch.channels_last

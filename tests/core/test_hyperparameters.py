@@ -15,7 +15,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.training.hyperparameters import logged_hyperparameters
+from stratagem_trainer.hyperparameters import logged_hyperparameters
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1}
 

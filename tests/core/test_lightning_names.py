@@ -14,9 +14,9 @@ from stratagem.api import hooks
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.lightning_callbacks import CALLBACK
 from stratagem.stack.plugin_hooks import hook_specifications
-from stratagem.training import lightning_names
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches, relative_difference
+from stratagem_trainer import lightning_names
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

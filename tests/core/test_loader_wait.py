@@ -8,9 +8,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import stratagem as sg
-from stratagem.training import loader_wait
-from stratagem.training.loader_wait import LoaderWait
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer import loader_wait
+from stratagem_trainer.loader_wait import LoaderWait
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.api import hooks
 from stratagem.stack.plugin_hooks import hook_specifications
-from stratagem.training.event_names import EVENTS
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data
+from stratagem_trainer.event_names import EVENTS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.errors import ConfigError
-from stratagem.training.batches import ResumableBatches
-from stratagem.training.events import Events
-from stratagem.training.loops import TrainLoop
-from stratagem.training.progress import Position
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Lbfgs, Net, data, joined_batches, part, relative_difference
+from stratagem_trainer.batches import ResumableBatches
+from stratagem_trainer.events import Events
+from stratagem_trainer.loops import TrainLoop
+from stratagem_trainer.progress import Position
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

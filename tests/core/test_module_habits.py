@@ -7,11 +7,11 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.training.event_names import EVENTS
-from stratagem.training.events import arguments_of
-from stratagem.training.module_events import ModuleEvents
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.event_names import EVENTS
+from stratagem_trainer.events import arguments_of
+from stratagem_trainer.module_events import ModuleEvents
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -9,7 +9,7 @@ import torch
 
 from stratagem.api.world import Mesh
 from stratagem.errors import CheckpointError
-from stratagem.training.rank_states import check_meshes, with_the_same_samples
+from stratagem_trainer.rank_states import check_meshes, with_the_same_samples
 
 
 def saved(axes, size, **others):

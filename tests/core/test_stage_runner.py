@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.training.events import Events
-from stratagem.training.request import StageRequest
-from stratagem.training.stage_runner import StageRunner, _tell_modes, _validation_interval
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.events import Events
+from stratagem_trainer.request import StageRequest
+from stratagem_trainer.stage_runner import StageRunner, _tell_modes, _validation_interval
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

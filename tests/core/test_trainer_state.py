@@ -13,8 +13,8 @@ import stratagem as sg
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.checkpoint.state_checks import check_weights_fit
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.training import trainer_state
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer import trainer_state
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 

@@ -25,8 +25,8 @@ from stratagem.distributed.backends import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.training.metrics import StageMetrics
 from stratagem_testing import run_in_processes
+from stratagem_trainer.metrics import StageMetrics
 
 CUDA = torch.device("cuda", 0)
 

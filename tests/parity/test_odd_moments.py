@@ -151,9 +151,9 @@ def test_persistent_workers_keep_the_order(tmp_path):
 
 
 def _stop_alone(rank, world_size):
-    import stratagem.training.fit_state
+    import stratagem_trainer.fit_state
 
-    stratagem.training.fit_state.BARRIER_TIMEOUT_S = 2.0
+    stratagem_trainer.fit_state.BARRIER_TIMEOUT_S = 2.0
 
     class Stop(sg.Callback):
         @sg.hookimpl

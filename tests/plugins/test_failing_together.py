@@ -36,9 +36,9 @@ class SavesAlone(sg.Callback):
 
 
 def _save_alone(rank, world_size):
-    import stratagem.training.trainer
+    import stratagem_trainer.trainer
 
-    stratagem.training.fit_state.BARRIER_TIMEOUT_S = 1.0
+    stratagem_trainer.fit_state.BARRIER_TIMEOUT_S = 1.0
     return _said(Net(), world_size, callbacks=[SavesAlone()])
 
 

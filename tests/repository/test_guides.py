@@ -801,7 +801,7 @@ def test_a_module_saves_every_so_many_batches(ranks):
 def test_saving_where_a_rank_is_zero_works_alone_and_is_refused_among_others(monkeypatch):
     sg.Trainer(**KEEPS_NOTHING).fit(SavesOnOneRank())
     assert Path("checkpoint_step_0.ckpt").exists()
-    monkeypatch.setattr("stratagem.training.fit_state.BARRIER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("stratagem_trainer.fit_state.BARRIER_TIMEOUT_S", 0.5)
 
     for said in run_in_processes(_save_within, 2, SavesOnOneRank):
         assert "save_checkpoint was called on rank 0 and on 1 of 2 ranks" in said

@@ -17,6 +17,8 @@ from attrs import frozen
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import stratagem
+
 ROOT = Path(__file__).parents[2]
 
 #: Declared without an import of our own: distribution, and what it needs these for.
@@ -100,6 +102,13 @@ PACKAGES = {
     )
     for package in map(read, sorted(ROOT.glob(pattern)))
 }
+#: Names of `stratagem` as modules write them, and the module of another distribution that has each.
+NAMES_ELSEWHERE = {
+    f"{prefix}.{name}": module.partition(".")[0]
+    for name, module in stratagem._MODULES.items()
+    if not module.startswith("stratagem.")
+    for prefix in ("sg", "stratagem")
+}
 #: The module of each of our distributions, installed or not.
 OURS = {package.module: package.name for package in PACKAGES.values()}
 
@@ -126,6 +135,8 @@ def collect(node: ast.AST, found: set[str], in_functions: set[str]) -> None:
             found |= {alias.name.partition(".")[0] for alias in child.names}
         elif isinstance(child, ast.ImportFrom) and not child.level:
             found.add(str(child.module).partition(".")[0])
+        elif isinstance(child, ast.Attribute) and ast.unparse(child) in NAMES_ELSEWHERE:
+            found.add(NAMES_ELSEWHERE[ast.unparse(child)])
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             collect(child, in_functions, in_functions)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):

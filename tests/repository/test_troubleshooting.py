@@ -109,7 +109,7 @@ trainer(strategy={"name": "ddp", "timeout": 20}, devices=2).fit(Logs(), loader()
     ],
     "Training hangs at the end": [
         (1, """
-from stratagem.training import fit_state
+from stratagem_trainer import fit_state
 
 fit_state.BARRIER_TIMEOUT_S = 3  # instead of 60
 first = trainer(strategy="ddp", devices=2)

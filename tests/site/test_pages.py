@@ -155,9 +155,9 @@ def test_the_reference_has_every_argument_method_hook_and_command(pages):
     for owner, page in ((sg.Trainer, "trainer"), (sg.Run, "run")):
         arguments = {f"{page}-{name}" for name in inspect.signature(owner).parameters if name != "settings"}
         assert arguments - pages[f"reference/{page}.html"].anchors == set()
-    methods = {f"stratagem.training.trainer.Trainer.{name}" for name in ("fit", "validate", "test", "predict")}
+    methods = {f"stratagem_trainer.trainer.Trainer.{name}" for name in ("fit", "validate", "test", "predict")}
     assert methods - pages["reference/trainer.html"].anchors == set()
-    assert "stratagem.training.module.Module.log" in pages["reference/module.html"].anchors
+    assert "stratagem_trainer.module.Module.log" in pages["reference/module.html"].anchors
     assert set(hook_specifications()) - pages["hooks.html"].anchors == set()
     commands = {f"stratagem-{entry.name.replace('.', '-')}" for entry in registry.entries("command")}
     assert commands - pages["reference/commands.html"].anchors == set()

@@ -44,10 +44,10 @@ def trainer_page(root: Path) -> str:
         "## Arguments: training, evaluation and logging\n",
         *_arguments(sg.Trainer, TrainerSettings, [name for name in names if name in own]),
         "## Methods\n",
-        members(root, "training.trainer.Trainer", attributes=False),
+        members(root, "stratagem_trainer.trainer.Trainer", attributes=False),
         "## What modules, callbacks and scripts read\n",
         "A callback gets the trainer as the argument `trainer`, a module has it as `self.trainer`.\n",
-        members(root, "api.trainer_view.TrainerView"),
+        members(root, "stratagem.api.trainer_view.TrainerView"),
     ])  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def run_page(root: Path) -> str:
     names = [name for name in inspect.signature(sg.Run).parameters if name != "settings"]
     return "\n".join([
         RUN, "## Arguments\n", *_arguments(sg.Run, RunSettings, names), "## Methods and attributes\n",
-        members(root, "runtime.run.Run", without={"context"}),
+        members(root, "stratagem.runtime.run.Run", without={"context"}),
     ])  # fmt: skip
 
 

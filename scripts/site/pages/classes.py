@@ -40,13 +40,13 @@ OF_PLUGINS = (
     "Callback", "Logger", "Command",
 )  # fmt: skip
 OF_HOOKS = (
-    "api.context.RunContext", "api.world.World", "api.world.Collectives", "api.world.Mesh", "api.values.Bucket",
-    "api.values.PrecisionPolicy", "api.capabilities.Capabilities",
+    "context.RunContext", "world.World", "world.Collectives", "world.Mesh", "values.Bucket", "values.PrecisionPolicy",
+    "capabilities.Capabilities",
 )  # fmt: skip
 OF_MODULES = {
-    "Steps, optimizers, logging, checkpoints": "training.module.Module",
-    "Events": "training.module_events.ModuleEvents",
-    "The trainer, this process, parameters": "training.module_access.ModuleAccess",
+    "Steps, optimizers, logging, checkpoints": "stratagem_trainer.module.Module",
+    "Events": "stratagem_trainer.module_events.ModuleEvents",
+    "The trainer, this process, parameters": "stratagem_trainer.module_access.ModuleAccess",
 }
 
 #: Attributes that every class of plugins sets.
@@ -56,12 +56,14 @@ OF_ALL_KINDS = {"kind", "capabilities", "identified_by_options"}
 def pages(root: Path) -> dict[str, str]:
     """Return the pages by path."""
     module = [f"## {title}\n\n{members(root, path)}" for title, path in OF_MODULES.items()]
-    bases = [_class(root, f"api.kinds.{name}", () if name == "Plugin" else OF_ALL_KINDS) for name in OF_PLUGINS]
+    bases = [
+        _class(root, f"stratagem.api.kinds.{name}", () if name == "Plugin" else OF_ALL_KINDS) for name in OF_PLUGINS
+    ]
     return {
         "reference/module.md": "\n".join([MODULE, *module]),
-        "reference/datamodule.md": f"{DATAMODULE}\n{members(root, 'training.datamodule.DataModule', level=2)}",
+        "reference/datamodule.md": f"{DATAMODULE}\n{members(root, 'stratagem_trainer.datamodule.DataModule', level=2)}",
         "reference/bases.md": "\n".join([BASES, *bases]),
-        "reference/context.md": "\n".join([CONTEXT, *(_class(root, path) for path in OF_HOOKS)]),
+        "reference/context.md": "\n".join([CONTEXT, *(_class(root, f"stratagem.api.{path}") for path in OF_HOOKS)]),
     }
 
 
@@ -74,27 +76,35 @@ def members(
         MissingTextError: a member has no docstring and no ``#:`` comment.
     """
     directives = []
-    for name, member in _classes(root)[path].members.items():
+    for name, member in _class_at(root, path).members.items():
         if name.startswith("_") or name in without or member.is_alias or not (attributes or member.is_function):
             continue
-        required(member.docstring.value if member.docstring else "", f"stratagem.{path}.{name}")
-        directives.append(f"::: stratagem.{path}.{name}\n    options:\n      heading_level: {level}\n")
+        required(member.docstring.value if member.docstring else "", f"{path}.{name}")
+        directives.append(f"::: {path}.{name}\n    options:\n      heading_level: {level}\n")
     return "\n".join(directives)
 
 
 def _class(root: Path, path: str, without: tuple[str, ...] | set[str] = ()) -> str:
     """Return the section of a class: its docstring, then its members."""
-    docstring = _classes(root)[path].docstring
-    required(docstring.value if docstring else "", f"stratagem.{path}")
-    head = f"::: stratagem.{path}\n    options:\n      members: false\n"
+    docstring = _class_at(root, path).docstring
+    required(docstring.value if docstring else "", path)
+    head = f"::: {path}\n    options:\n      members: false\n"
     return f"{head}\n{members(root, path, without)}"
 
 
+def _class_at(root: Path, path: str) -> griffe.Object:
+    package, _, rest = path.partition(".")
+    found = _package(root, package)[rest]
+    assert isinstance(found, griffe.Object)
+    return found
+
+
 @cache
-def _classes(root: Path) -> griffe.Object:
-    """Return the package, read without an import."""
+def _package(root: Path, name: str) -> griffe.Object:
+    """Return a package, read without an import."""
     found = griffe.load(
-        "stratagem", search_paths=[str(root / "core")], extensions=griffe.load_extensions(Comments()), submodules=True
-    )
+        name, search_paths=[str(root / "core"), str(root / "plugins" / "trainer" / "trainer")],
+        extensions=griffe.load_extensions(Comments()), submodules=True,
+    )  # fmt: skip
     assert isinstance(found, griffe.Object)
     return found

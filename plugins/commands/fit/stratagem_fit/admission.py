@@ -19,7 +19,7 @@ from stratagem_fit.signatures import annotations_of, is_class, members, simplifi
 #: Classes whose objects an argument without an annotation accepts.
 _KINDS = (
     "torch.nn.Module", "torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler", "torch.utils.data.Dataset",
-    "torch.utils.data.Sampler", "torch.utils.data.DataLoader", "stratagem.training.datamodule.DataModule",
+    "torch.utils.data.Sampler", "torch.utils.data.DataLoader", "stratagem_trainer.datamodule.DataModule",
     "stratagem.api.kinds.Plugin",
 )  # fmt: skip
 #: Modules whose functions may be passed to an argument for a callable: they have no side effects.

@@ -77,7 +77,7 @@ def _make_importable(file: Path) -> None:
 
 
 def _build(plan: Plan, base: type[Any], kind: str) -> Any:
-    from stratagem.training.module import original
+    from stratagem_trainer.module import original
 
     built = plan.build()
     if not isinstance(original(built), base):

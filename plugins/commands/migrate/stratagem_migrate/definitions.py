@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from stratagem.stack.lightning_callbacks import HOOKS
-from stratagem.training.event_names import EVENTS
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, constant, last_name, methods
+from stratagem_trainer.event_names import EVENTS
 
 # --- Modules and data modules ------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def module_methods(source: Source) -> Iterator[Finding]:
 
 
 def _module_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
-    from stratagem.training.lightning_names import CALLED_WITH, NEEDS  # with torch
+    from stratagem_trainer.lightning_names import CALLED_WITH, NEEDS  # with torch
 
     name, given = method.name, [argument.arg for argument in method.args.args[1:]]
     old = f"def {name}({', '.join(['self', *given])})"

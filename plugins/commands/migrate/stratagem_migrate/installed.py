@@ -14,7 +14,7 @@ from stratagem.api import options as config
 from stratagem.config.settings import argument_of
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack import catalog, lightning_callbacks, registry
-from stratagem.training.event_names import EVENTS
+from stratagem_trainer.event_names import EVENTS
 
 #: Modules with the classes of each kind.
 MODULES = {
@@ -51,7 +51,7 @@ def trainer_attributes() -> frozenset[str]:
 @cache
 def module_attributes() -> frozenset[str]:
     """Return the methods that a module may define, and those that it inherits."""
-    from stratagem.training.module import Module
+    from stratagem_trainer.module import Module
 
     return frozenset(dir(Module)) | frozenset(EVENTS) | _OPTIONAL_METHODS
 
@@ -76,7 +76,7 @@ def hooks() -> Mapping[str, tuple[str, ...]]:
 @cache
 def uncalled_methods() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a LightningModule that stratagem refuses: what to write instead, and a note."""
-    from stratagem.training import lightning_names
+    from stratagem_trainer import lightning_names
 
     return _as_findings(lightning_names.MODULE)
 
@@ -84,7 +84,7 @@ def uncalled_methods() -> Mapping[str, tuple[str, str]]:
 @cache
 def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a LightningDataModule that stratagem refuses, in the same form."""
-    from stratagem.training import lightning_names
+    from stratagem_trainer import lightning_names
 
     return _as_findings(lightning_names.MODULE | lightning_names.DATA_MODULE)
 

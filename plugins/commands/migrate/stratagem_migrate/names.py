@@ -238,7 +238,7 @@ ELSEWHERE: Final[dict[str, tuple[str, str]]] = {
         ("typing", "Any"),
     ),
     "apply_to_collection": ("lightning_utilities.core.apply_func", "apply_to_collection"),
-    "AttributeDict": ("stratagem.training.hyperparameters", "Hyperparameters"),
+    "AttributeDict": ("stratagem_trainer.hyperparameters", "Hyperparameters"),
 }  # fmt: skip
 
 #: Positional arguments of Lightning's classes, in order.

@@ -35,7 +35,7 @@ from stratagem_testing.script_server import PADDING
 
 #: Modules that scripts import, and modules that torch and stratagem import on first use.
 PRELOAD = (
-    "torch", "torch._dynamo", "stratagem.training.trainer", "stratagem.training.stage_runner", "stratagem.cli",
+    "torch", "torch._dynamo", "stratagem_trainer.trainer", "stratagem_trainer.stage_runner", "stratagem.cli",
     "stratagem_testing.reference", "cattrs", "filelock", "packaging.requirements", "tomllib", "xxhash",
     # Plugins that most scripts use, where they are installed:
     "stratagem_accelerators", "stratagem_callbacks.model_checkpoint", "stratagem_callbacks.progress",

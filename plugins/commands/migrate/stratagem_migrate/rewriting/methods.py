@@ -9,14 +9,14 @@ from typing import Any, Final
 import libcst as cst
 
 from stratagem.stack.lightning_callbacks import HOOKS
-from stratagem.training.events import arguments_of
-from stratagem.training.lightning_names import CALLED_WITH
 from stratagem_migrate import installed
 from stratagem_migrate.definitions import is_hook_as_it_is
 from stratagem_migrate.rewriting.edits import Edits, Renamer, expression, with_statements_first
 from stratagem_migrate.rewriting.rank_zero import GUARD, decorator_of
 from stratagem_migrate.rewriting.references import Namespace
 from stratagem_migrate.source import Source, constant, methods
+from stratagem_trainer.events import arguments_of
+from stratagem_trainer.lightning_names import CALLED_WITH
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
-from stratagem.training.device_mesh import device_mesh_of
-from stratagem.training.optimizer_handle import handles_of
+from stratagem_trainer.device_mesh import device_mesh_of
+from stratagem_trainer.optimizer_handle import handles_of
 
 if TYPE_CHECKING:
     from stratagem.api.trainer_view import TrainerView
     from stratagem.api.world import Collectives
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 #: Properties that raise an error without a trainer, or without one that has them.
 _OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_step", "logger", "loggers"}

@@ -20,17 +20,17 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem.stack.plugin_hooks import hook_implementations
-from stratagem.training.datamodule import DataModule
-from stratagem.training.module import overrides
-from stratagem.training.optimizer_handle import averaging
+from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.module import overrides
+from stratagem_trainer.optimizer_handle import averaging
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.runtime.context import Context
-    from stratagem.training.batches import ResumableBatches
-    from stratagem.training.fit_state import FitState
-    from stratagem.training.module import Module
+    from stratagem_trainer.batches import ResumableBatches
+    from stratagem_trainer.fit_state import FitState
+    from stratagem_trainer.module import Module
 
 #: Methods that make training follow [Note: the closure] if the module defines one.
 STEP_METHODS = ("optimizer_step", "optimizer_zero_grad")

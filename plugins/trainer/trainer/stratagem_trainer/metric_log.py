@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, nearest
-from stratagem.training.metrics import StageMetrics
+from stratagem_trainer.metrics import StageMetrics
 
 if TYPE_CHECKING:
     from stratagem.api.metric_values import ReduceFx
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 #: What to do instead of Lightning's other options.
 _INSTEAD = {

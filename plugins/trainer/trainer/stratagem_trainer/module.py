@@ -9,16 +9,16 @@ import torch
 from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import ConfigError
 from stratagem.runtime.step_module import COMPILER
-from stratagem.training.hyperparameters import (
+from stratagem_trainer.hyperparameters import (
     Hyperparameters,
     HyperparametersMixin,
     arguments_from,
     check_loading_options,
     check_weights_only,
 )
-from stratagem.training.metric_log import log_metric, refuse_unknown_options
-from stratagem.training.module_access import ModuleAccess
-from stratagem.training.module_events import ModuleEvents
+from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
+from stratagem_trainer.module_access import ModuleAccess
+from stratagem_trainer.module_events import ModuleEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
     """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
     Methods that take part in events are those of `ModuleEvents`, such as ``on_train_epoch_end(self)``. A method of
-    Lightning's that would not be called is refused when a run starts: see `stratagem.training.lightning_names`.
+    Lightning's that would not be called is refused when a run starts: see `stratagem_trainer.lightning_names`.
     """
 
     #: False: `training_step` calls `manual_backward` and steps its optimizers itself.

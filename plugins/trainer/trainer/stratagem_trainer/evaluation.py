@@ -13,13 +13,13 @@ from torch import nn
 
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import set_epoch
-from stratagem.training.metric_log import log_evaluation_step, publish_epoch, show_epoch
-from stratagem.training.metrics import StageMetrics
-from stratagem.training.module import overrides
-from stratagem.training.signatures import takes
+from stratagem_trainer.metric_log import log_evaluation_step, publish_epoch, show_epoch
+from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.module import overrides
+from stratagem_trainer.signatures import takes
 
 if TYPE_CHECKING:
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 #: What each evaluating stage calls on the module, and the prefix of its events.
 _STAGES = {

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import define, field, fields
 
 from stratagem.api.trainer_view import FitOutcome
-from stratagem.training.metrics import StageMetrics
-from stratagem.training.progress import Position
+from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.progress import Position
 
 if TYPE_CHECKING:
     from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.api.trainer_view import TrainerView
     from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
-    from stratagem.training.batches import ResumableBatches
+    from stratagem_trainer.batches import ResumableBatches
 
 
 #: How long a rank that calls a collective operation of the trainer waits for the others before it reports that it is

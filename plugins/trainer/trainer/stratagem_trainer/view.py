@@ -16,9 +16,9 @@ from stratagem.api.trainer_view import SavedCheckpoint
 from stratagem.api.validators import read_accumulation
 from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.errors import ConfigError
-from stratagem.training import fit_state
-from stratagem.training.call_view import CallView
-from stratagem.training.metric_log import log_metric, refuse_unknown_options
+from stratagem_trainer import fit_state
+from stratagem_trainer.call_view import CallView
+from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.api.metric_values import ReduceFx
     from stratagem.api.trainer_view import TrainerView
-    from stratagem.training.trial import TrialStep
+    from stratagem_trainer.trial import TrialStep
 
 
 def _of_state(name: str) -> Any:
@@ -277,7 +277,7 @@ class View(CallView):
         Raises:
             ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.
         """
-        from stratagem.training.trial import trial_steps
+        from stratagem_trainer.trial import trial_steps
 
         return trial_steps(self._state, who)
 
@@ -289,7 +289,7 @@ class View(CallView):
 
         `filepath` may be a URL such as ``s3://bucket/run/last.ckpt``.
         """
-        from stratagem.training import trainer_state
+        from stratagem_trainer import trainer_state
 
         if self._state.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")

@@ -34,14 +34,14 @@ from stratagem.runtime.state_io import format_tag
 from stratagem.stack import identity
 from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
-from stratagem.training.datamodule import DataModule
-from stratagem.training.hyperparameters import stored_hyperparameters
-from stratagem.training.module import build, overrides
-from stratagem.training.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
+from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.hyperparameters import stored_hyperparameters
+from stratagem_trainer.module import build, overrides
+from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
 
 if TYPE_CHECKING:
     from stratagem.api.trainer_view import FitOutcome
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 
 #: Elements up to which a buffer is taken for statistics that may differ between ranks.

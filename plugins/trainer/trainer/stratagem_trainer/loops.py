@@ -15,17 +15,17 @@ import torch
 from stratagem.api.late_flag import LateFlag
 from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError, shown
-from stratagem.training import fit_state
-from stratagem.training.batches import ResumableBatches
-from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
-from stratagem.training.metric_log import end_epoch, log_last_step, log_step
-from stratagem.training.metrics import StageMetrics
-from stratagem.training.module import overrides
-from stratagem.training.optimizer_handle import watched_steps
-from stratagem.training.signatures import takes
+from stratagem_trainer import fit_state
+from stratagem_trainer.batches import ResumableBatches
+from stratagem_trainer.custom_step import STEP_METHODS, CustomStep, clipping
+from stratagem_trainer.metric_log import end_epoch, log_last_step, log_step
+from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.module import overrides
+from stratagem_trainer.optimizer_handle import watched_steps
+from stratagem_trainer.signatures import takes
 
 if TYPE_CHECKING:
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 
 class TrainLoop:

@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from stratagem.errors import ConfigError
-from stratagem.training.hyperparameters import HyperparametersMixin
-from stratagem.training.module import Module
+from stratagem_trainer.hyperparameters import HyperparametersMixin
+from stratagem_trainer.module import Module
 
 
 class DataModule(HyperparametersMixin):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import StratagemError, shown
 from stratagem.runtime import state_io
-from stratagem.training import trainer_state
+from stratagem_trainer import trainer_state
 
 if TYPE_CHECKING:
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 
 def is_restarted(fit: FitState) -> bool:

@@ -34,13 +34,13 @@ from stratagem.api.late_flag import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import generators_of, in_order_of_several, restore_sampler_seeds, sampler_seeds, set_epoch
-from stratagem.training.loader_wait import LoaderWait
+from stratagem_trainer.loader_wait import LoaderWait
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stratagem.runtime.context import Context
-    from stratagem.training.progress import Position
+    from stratagem_trainer.progress import Position
 
 #: Reading batches again for longer than this gives a warning.
 _WARN_AFTER_S = 5.0

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api import hooks
-from stratagem.training.event_names import EVENTS
-from stratagem.training.module import overrides
+from stratagem_trainer.event_names import EVENTS
+from stratagem_trainer.module import overrides
 
 if TYPE_CHECKING:
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 
 class Events:

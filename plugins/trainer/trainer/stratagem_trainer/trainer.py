@@ -19,15 +19,15 @@ from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.context import Context
 from stratagem.stack.resolver import with_callbacks
-from stratagem.training.datamodule import DataModule
-from stratagem.training.events import Events
-from stratagem.training.fit_state import FitState
-from stratagem.training.hyperparameters import check_weights_only
-from stratagem.training.interrupt import shorten_traceback, watch_uncaught
-from stratagem.training.module import Module, original, overrides
-from stratagem.training.module_checks import check_instance, check_signature, require
-from stratagem.training.progress import Position
-from stratagem.training.view import View
+from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.events import Events
+from stratagem_trainer.fit_state import FitState
+from stratagem_trainer.hyperparameters import check_weights_only
+from stratagem_trainer.interrupt import shorten_traceback, watch_uncaught
+from stratagem_trainer.module import Module, original, overrides
+from stratagem_trainer.module_checks import check_instance, check_signature, require
+from stratagem_trainer.progress import Position
+from stratagem_trainer.view import View
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         Strategy,
     )
     from stratagem.config.arguments import NameOr
-    from stratagem.training.request import StageRequest
+    from stratagem_trainer.request import StageRequest
 
 
 #: What each stage that measures calls on the module.
@@ -312,8 +312,8 @@ class Trainer(View):
     ) -> Any:  # fmt: skip
         # The launch, the loops, evaluation and checkpoints are imported by the first call.
         from stratagem.runtime.launching import launch
-        from stratagem.training import lightning_names, trainer_state
-        from stratagem.training.request import StageRequest
+        from stratagem_trainer import lightning_names, trainer_state
+        from stratagem_trainer.request import StageRequest
 
         if self._call_at_work is not None:
             raise ConfigError(
@@ -364,8 +364,8 @@ class Trainer(View):
 
     def _main(self, request: StageRequest, run: Context) -> Any:
         """Run `request` in this process, which is one of those that the launcher started."""
-        from stratagem.training.stage_runner import StageRunner
-        from stratagem.training.trainer_state import WorkerResult
+        from stratagem_trainer.stage_runner import StageRunner
+        from stratagem_trainer.trainer_state import WorkerResult
 
         self._state.module.__dict__["_fit"], self._call_at_work = self._state, request.stage
         if isinstance(request.datamodule, DataModule):

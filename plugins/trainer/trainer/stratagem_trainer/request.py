@@ -11,12 +11,12 @@ from attrs import define
 
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import in_order, seed_loader_workers, several
-from stratagem.training.batches import length
-from stratagem.training.datamodule import DataModule
-from stratagem.training.module import overrides
+from stratagem_trainer.batches import length
+from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.module import overrides
 
 if TYPE_CHECKING:
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 #: The method that returns the loaders of a stage, and its name in ``limit_*_batches``.
 _LOADERS = {

@@ -17,26 +17,26 @@ from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
 from stratagem.runtime.preflight import agree
 from stratagem.runtime.step_module import keep_uncompiled
-from stratagem.training import lightning_names, restarts, trainer_state
-from stratagem.training.batches import ResumableBatches, agreed_size, end_workers
-from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
-from stratagem.training.datamodule import DataModule
-from stratagem.training.empty_loaders import warn_of_empty_loaders
-from stratagem.training.evaluation import evaluate
-from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
-from stratagem.training.hyperparameters import logged_hyperparameters
-from stratagem.training.loops import TrainLoop
-from stratagem.training.metric_objects import gathered_once
-from stratagem.training.module import Module, build, overrides
-from stratagem.training.monitored_names import warn_of_mistyped_monitors
-from stratagem.training.optimizer_handle import OptimizerHandle
-from stratagem.training.optimizers import read
-from stratagem.training.request import RequestLoaders, StageRequest
+from stratagem_trainer import lightning_names, restarts, trainer_state
+from stratagem_trainer.batches import ResumableBatches, agreed_size, end_workers
+from stratagem_trainer.custom_step import forget_custom_methods, use_custom_methods
+from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.empty_loaders import warn_of_empty_loaders
+from stratagem_trainer.evaluation import evaluate
+from stratagem_trainer.hints import warn_of_another_order, warn_of_slow_choices
+from stratagem_trainer.hyperparameters import logged_hyperparameters
+from stratagem_trainer.loops import TrainLoop
+from stratagem_trainer.metric_objects import gathered_once
+from stratagem_trainer.module import Module, build, overrides
+from stratagem_trainer.monitored_names import warn_of_mistyped_monitors
+from stratagem_trainer.optimizer_handle import OptimizerHandle
+from stratagem_trainer.optimizers import read
+from stratagem_trainer.request import RequestLoaders, StageRequest
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 keep_uncompiled(
     Module, "log", "log_dict", "manual_backward", "optimizers", "clip_gradients", "toggle_optimizer",

@@ -11,11 +11,11 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem.stack import identity
-from stratagem.training.metrics import StageMetrics
-from stratagem.training.signatures import takes
+from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.signatures import takes
 
 if TYPE_CHECKING:
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 #: Trains on a batch, with its number; returns the loss, averaged over ranks.
 TrialStep = Callable[[Any, int], torch.Tensor]

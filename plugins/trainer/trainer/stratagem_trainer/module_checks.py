@@ -6,8 +6,8 @@ import inspect
 from typing import Any
 
 from stratagem.errors import ConfigError
-from stratagem.training.module import Module, overrides
-from stratagem.training.signatures import takes
+from stratagem_trainer.module import Module, overrides
+from stratagem_trainer.signatures import takes
 
 
 def check_instance(model: Any, stage: str) -> None:
@@ -28,7 +28,7 @@ def check_signature(model: Any) -> None:
     step = getattr(model, "training_step", None)
     if step is None or takes(step, 1) or takes(step, 2):
         return
-    from stratagem.training import lightning_names
+    from stratagem_trainer import lightning_names
 
     signature = inspect.signature(step)
     if lightning_names.ARGUMENTS.keys() & signature.parameters.keys():

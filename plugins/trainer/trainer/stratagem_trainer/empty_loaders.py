@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from stratagem.training.batches import length
+from stratagem_trainer.batches import length
 
 if TYPE_CHECKING:
     from stratagem.runtime.context import Context

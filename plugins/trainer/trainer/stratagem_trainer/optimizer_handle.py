@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.world import Collectives
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 
 class OptimizerHandle:

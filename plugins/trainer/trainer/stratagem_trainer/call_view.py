@@ -12,7 +12,7 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
-    from stratagem.training.fit_state import FitState
+    from stratagem_trainer.fit_state import FitState
 
 
 def _of_settings(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 [Note: position]
 ``global_step`` counts optimizer steps (including those that a loss scale skipped). ``batches_done`` counts
-the batches of the current epoch that are finished. A checkpoint holds both, and what `stratagem.training.batches`
+the batches of the current epoch that are finished. A checkpoint holds both, and what `stratagem_trainer.batches`
 needs to continue with the same batches.
 """
 

@@ -2,7 +2,7 @@
 
 A method that is defined and never called is hard to notice: training runs, and does something else. So a method that
 stratagem does not call is refused when a run starts, with what to define instead. Names are those of Lightning 2.6 and
-of its earlier versions. `stratagem.training.module` and `stratagem.api.hooks` list what is called; below is the rest.
+of its earlier versions. `stratagem_trainer.module` and `stratagem.api.hooks` list what is called; below is the rest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from stratagem.api.capabilities import CUSTOM_CLIPPING, CUSTOM_STEP
 from stratagem.errors import ConfigError, nearest
 from stratagem.stack.lightning_callbacks import Instead, refuse
-from stratagem.training.custom_step import STEP_METHODS
-from stratagem.training.datamodule import DataModule
-from stratagem.training.event_names import EVENTS
-from stratagem.training.events import arguments_of, by_name
-from stratagem.training.module import Module, overrides
-from stratagem.training.module_events import ModuleEvents
+from stratagem_trainer.custom_step import STEP_METHODS
+from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.event_names import EVENTS
+from stratagem_trainer.events import arguments_of, by_name
+from stratagem_trainer.module import Module, overrides
+from stratagem_trainer.module_events import ModuleEvents
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Stack
