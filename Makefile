@@ -29,7 +29,7 @@ DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocs
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release changelog clean
+.PHONY: weight demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -108,6 +108,10 @@ lint: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+# Lines of code of the engine, of each package, of the tests.
+weight:
+	$(PYTHON) scripts/weight.py
 
 types: $(STAMP)-dev
 	$(BIN)/mypy

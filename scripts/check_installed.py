@@ -77,7 +77,7 @@ def first_of_each_kind(loaded: list[tuple[EntryPoint, object]]) -> list[EntryPoi
 
 def run_kit(chosen: Distribution, points: list[EntryPoint], world_sizes: list[int], exempt: str) -> int:
     """Return how many checks passed."""
-    from stratagem.stack import registry
+    from stratagem.discovery import registry
     from stratagem_testing.command import check
 
     passed = 0

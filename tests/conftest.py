@@ -192,7 +192,7 @@ def deepspeed_preloaded():
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Put a package on the path, with metadata, as pip would."""
-    from stratagem.stack import registry
+    from stratagem.discovery import registry
 
     modules = []
 

@@ -10,8 +10,8 @@ from stratagem_transformer_engine import TransformerEnginePrecision, float16
 from torch import nn
 
 import stratagem as sg
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 from stratagem_testing import run_in_processes
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Net, Tied, joined_batches

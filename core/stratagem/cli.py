@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stratagem._version import __version__
+from stratagem.discovery import catalog, registry
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError, nearest
-from stratagem.stack import catalog, registry
 from stratagem.stack.summaries import command_help
 
 
@@ -148,7 +148,7 @@ def _add_plugins(commands: Any) -> Any:
     parser = commands.add_parser("plugins", help="list the installed plugins, show one")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="list the installed plugins by kind (imports none of them)")
-    listing.add_argument("--kind", help=f"only this kind: {', '.join(registry.KIND_NAMES)}")
+    listing.add_argument("--kind", help=f"only this kind: {', '.join(registry.kind_names())}")
     listing.add_argument("--presets", action="store_true", help="a row for each preset: a name for another's options")
     listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(act=_list)
@@ -221,7 +221,7 @@ def known_kind(kind: str | None) -> str | None:
     Raises:
         StratagemError: there is no such kind of plugin.
     """
-    known = [*registry.KIND_NAMES, "command"]
+    known = [*registry.kind_names(), "command"]
     if kind is None or kind in known:
         return kind
     raise StratagemError(f"kind {kind!r} is unknown", expected=", ".join(known), do=nearest(kind, known))

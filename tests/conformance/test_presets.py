@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.api.kinds import KINDS
-from stratagem.stack import registry
+from stratagem.discovery import registry
 from stratagem_testing.command import check
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ NOT_YET_BY_NAME = {
 ENTRIES = [
     entry
     for entry in registry.entries()
-    if entry.kind in KINDS
+    if entry.kind in registry.kinds()
     and f'name = "{entry.distribution}"' in OURS
     and entry.name not in NOT_BY_NAME
     and f"{entry.kind}-{entry.name}" not in NOT_YET_BY_NAME

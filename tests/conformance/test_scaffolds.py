@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from stratagem.api.kinds import KINDS
+from stratagem.discovery import registry
 from stratagem_devtools.scaffold import write
 
 #: That of a strategy last: an author who follows the page has it checked too, in tests/repository/test_docs.py.
-ORDER = sorted(KINDS, key=lambda kind: kind == "strategy")
+ORDER = sorted(registry.kinds(), key=lambda kind: kind == "strategy")
 
 
 @pytest.mark.every_push("precision")

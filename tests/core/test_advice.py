@@ -15,13 +15,11 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import options
 from stratagem.cli import parser
-from stratagem.config import moved_names
-from stratagem.config.moved_names import table
 from stratagem.config.settings import TrainerSettings
-from stratagem.stack import catalog, registry
+from stratagem.discovery import catalog, moved_names, registry
+from stratagem.discovery.moved_names import table
 from stratagem_testing import scripts
 
 ROOT = Path(__file__).parents[2]
@@ -164,13 +162,13 @@ def test_plugins_that_messages_tell_to_choose_exist():
     assert checked > 10
 
 
-@pytest.mark.parametrize("name", sorted(name for kind in KINDS for name in catalog.providers(kind)))
+@pytest.mark.parametrize("name", sorted(name for kind in registry.kinds() for name in catalog.providers(kind)))
 def test_texts_of_a_plugin_are_written_for_people(capsys, name):
     from stratagem.cli import main
 
     if name not in NAMES:
         pytest.skip("not installed here")
-    kind = next(entry.kind for entry in registry.entries() if entry.name == name and entry.kind in KINDS)
+    kind = next(entry.kind for entry in registry.entries() if entry.name == name and entry.kind in registry.kinds())
     assert main(["plugins", "show", name, "--kind", kind]) in (0, 1)
     captured = capsys.readouterr()
 

@@ -12,8 +12,8 @@ import pytest
 
 import stratagem as sg
 from stratagem.cli import main, parser
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 from stratagem_testing import scripts
 from stratagem_testing.terminal import Terminal
 
@@ -93,7 +93,7 @@ ONE_PROGRAM = pytest.mark.xdist_group("imports of help")
 IMPORTS = """
 import json, os, sys
 from stratagem.cli import main
-from stratagem.stack import registry
+from stratagem.discovery import registry
 registry.entries()  # read once what is installed
 for words in json.loads(sys.argv[1]):
     if child := os.fork():
@@ -219,7 +219,8 @@ import sys
 from stratagem.cli import main, parser
 try: main(["--help"])
 except SystemExit: pass
-from stratagem.stack import registry, summaries
+from stratagem.discovery import registry
+from stratagem.stack import summaries
 entries = registry.entries("command")
 imported = {entry.value.partition(":")[0] for entry in entries} & set(sys.modules)
 print("IMPORTED", imported, [e.name for e in entries if summaries.command_help(e) != e.load().help])

@@ -10,12 +10,11 @@ import jedi
 import pytest
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import options
 from stratagem.api.trainer_view import TrainerView
 from stratagem.config.settings import RunSettings, TrainerSettings
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 from stratagem.stack.describe import option_docs
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.metrics import StageMetrics
@@ -59,7 +58,7 @@ def test_methods_that_log_have_every_option_with_its_default_and_type(method):
 
 
 def plugin_classes() -> list[type]:
-    found = [entry.load() for entry in registry.entries() if entry.kind in KINDS]
+    found = [entry.load() for entry in registry.entries() if entry.kind in registry.kinds()]
     return list(dict.fromkeys(target for target in found if isinstance(target, type)))
 
 

@@ -15,11 +15,10 @@ from attrs import define, field
 from omegaconf import OmegaConf
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import options
 from stratagem.api.validators import at_least
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.stack import registry
 from stratagem_testing import scripts
 
 #: Values for options without a default.
@@ -28,7 +27,7 @@ REQUIRED = {"monitor": "loss", "dirpath": "x", "scheduling": {0: 2}, "on": {"on_
 
 
 def plugin_classes() -> list[type]:
-    found = [entry.load() for entry in registry.entries() if entry.kind in KINDS]
+    found = [entry.load() for entry in registry.entries() if entry.kind in registry.kinds()]
     return list(dict.fromkeys(target for target in found if isinstance(target, type)))
 
 
@@ -89,7 +88,7 @@ def required_options(cls):
 @pytest.mark.parametrize("cls", [cls for cls in plugin_classes() if required_options(cls)])
 def test_a_missing_option_is_named(cls):
     required = required_options(cls)
-    entry = next(entry for entry in registry.entries() if entry.kind in KINDS and entry.load() is cls)
+    entry = next(entry for entry in registry.entries() if entry.kind in registry.kinds() and entry.load() is cls)
     with pytest.raises(
         ConfigError,
         match=rf"{cls.__name__} lacks the option '{required[0]}'; .*write {cls.__name__}\({required[0]}=\.\.\.\)",
@@ -142,7 +141,7 @@ def test_a_type_error_of_the_authors_own_code_is_left_alone():
         Broken()
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", registry.kinds().values(), ids=registry.kinds())
 def test_a_misspelt_class_is_an_import_error_that_names_the_nearest(kind):
     module = importlib.import_module(f"stratagem.{kind.module}")
     classes = [name for name in dir(module) if isinstance(getattr(module, name), type)]
@@ -172,7 +171,7 @@ def test_a_misspelt_class_is_an_import_error_that_names_the_nearest(kind):
 )
 def test_a_class_of_another_trainer_leads_to_the_plugin_or_its_package(kind, name, instead):
     with pytest.raises(ImportError, match=re.escape(f"; {instead}")):
-        exec(f"from stratagem.{KINDS[kind].module} import {name}")
+        exec(f"from stratagem.{registry.kinds()[kind].module} import {name}")
 
 
 @pytest.mark.slow

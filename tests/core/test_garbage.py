@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import options
 from stratagem.config.settings import TrainerSettings
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 from stratagem.stack.construction import make
 
 CPU = {"accelerator": "cpu"}
@@ -24,7 +23,7 @@ def targets() -> list[tuple[str, str, str]]:
     """Every option of every installed plugin: kind, name, option; and some that do not exist."""
     found = []
     for entry in registry.entries():
-        if entry.kind not in KINDS or entry.kind == "accelerator":
+        if entry.kind not in registry.kinds() or entry.kind == "accelerator":
             continue
         try:
             plugin = make(entry, {})

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import option_types, options
 from stratagem.config.settings import TrainerSettings
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 from stratagem.stack.construction import make
 
 HOSTILE = {
@@ -94,7 +93,7 @@ def plugin_options() -> list[tuple[str, str, str]]:
     """Return kind, plugin and option for every option of every installed plugin class."""
     found, seen = [], set()
     for entry in registry.entries():
-        if entry.kind not in KINDS:
+        if entry.kind not in registry.kinds():
             continue
         target = entry.load()
         if isinstance(target, type) and target not in seen:

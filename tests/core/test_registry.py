@@ -9,10 +9,9 @@ import sys
 import pytest
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS
 from stratagem.cli import main
+from stratagem.discovery import registry
 from stratagem.errors import PluginError
-from stratagem.stack import registry
 from stratagem.stack.describe import check_entry
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -277,5 +276,11 @@ def test_names_versions_and_requirements_are_those_that_the_metadata_states(tmp_
     assert list(found.core_requirements) == [each for each in known.requires or () if "stratagem" in each]
 
 
-def test_the_names_of_kinds_are_those_of_the_table():
-    assert tuple(KINDS) == registry.KIND_NAMES
+def test_kinds_are_listed_without_an_import_and_called_in_order():
+    code = "import sys; from stratagem.discovery import registry as r; print(r.kind_names(), 'attrs' in sys.modules)"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert listed.split("] ") == [str(sorted(registry.kinds()))[:-1], "False\n"]
+    assert [kind.place for kind in registry.kinds().values()] == sorted(
+        kind.place for kind in registry.kinds().values()
+    )

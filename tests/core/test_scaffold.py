@@ -20,11 +20,10 @@ from flit_core import buildapi
 
 import stratagem as sg
 from ports import free_port
-from stratagem.api.kinds import KINDS
 from stratagem.api.world import Collectives
 from stratagem.cli import main
+from stratagem.discovery import registry
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.stack import registry
 from stratagem.stack.describe import check_entry, describe, option_docs
 from stratagem.stack.formats import newest_whole, read_any
 from stratagem_devtools.scaffold import render, write
@@ -78,13 +77,13 @@ def made(tmp_path):
         yield make
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", registry.kinds())
 def test_every_kind_is_a_sound_plugin(kind, made):
     entry = made(kind, f"my_{kind}")
     cls = entry.load()
 
     assert check_entry(entry) is None
-    assert issubclass(cls, KINDS[kind].base)
+    assert issubclass(cls, registry.kinds()[kind].base)
     assert attrs.has(cls)
     assert cls().kind == kind
     assert [f.name for f in attrs.fields(cls) if f.init and f.name not in option_docs(cls)] == []
@@ -103,7 +102,7 @@ def test_a_name_that_means_something_already_gets_a_class_of_its_own(made):
 def linted(tmp_path_factory):
     """Return a folder with the plugins of each kind, and what ruff finds in all of them."""
     folder = tmp_path_factory.mktemp("kinds")
-    for kind in KINDS:
+    for kind in registry.kinds():
         (folder / kind).mkdir()
         write(kind, "my_idea", folder / kind)
     config = ["--no-cache", "--config", str(ROOT / "pyproject.toml"), str(folder)]
@@ -117,7 +116,7 @@ def linted(tmp_path_factory):
     return folder, found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", registry.kinds())
 def test_every_kind_is_clean_and_tested(kind, linted):
     folder, found = linted
 
@@ -128,7 +127,7 @@ def test_every_kind_is_clean_and_tested(kind, linted):
     assert 'plugin = "my_idea"' in test
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", registry.kinds())
 @pytest.mark.parametrize("name", ["strategy", "none", "path", "exception", "capabilities", "rank2"])
 def test_no_name_breaks_the_source(kind, name):
     for path, text in render(kind, name).items():
@@ -164,7 +163,7 @@ def test_templates_are_in_the_wheel(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     templates = {path.name for path in (package / "stratagem_devtools/templates").iterdir()}
 
-    assert {f"{kind}.py.txt" for kind in KINDS} < templates
+    assert {f"{kind}.py.txt" for kind in registry.kinds()} < templates
     assert {f"stratagem_devtools/templates/{name}" for name in templates} <= names
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.discovery import registry
 from stratagem.errors import StratagemError
-from stratagem.stack import registry
 from stratagem_devtools.matrix import AXES, cells, names, render_html, render_markdown
 from stratagem_testing import run_in_processes
 from stratagem_testing.precision import tolerance_of

@@ -12,8 +12,8 @@ import stratagem as sg
 from stratagem.api.json_tree import encode
 from stratagem.api.kinds import keeps_state
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 from stratagem.stack.construction import make
 from stratagem.stack.formats import read_any
 from stratagem.stack.identity import keyed, matched

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.stack import registry
+from stratagem.discovery import registry
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Branching,

@@ -10,8 +10,8 @@ import textwrap
 import pytest
 
 import stratagem as sg
+from stratagem.discovery import registry
 from stratagem.errors import PluginError
-from stratagem.stack import registry
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 

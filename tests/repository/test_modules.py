@@ -1,4 +1,4 @@
-"""Modules stay small and import each other in one direction, in the core and in every plugin."""
+"""The engine grows no further, and modules import each other in one direction, in the core and in every plugin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 450
+#: Lines of code and modules of the engine (`make weight`). These numbers may only sink: move or merge something first.
+ENGINE = (10_036, 137)
 
 
 def sources() -> list[Path]:
@@ -17,10 +18,26 @@ def sources() -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py") if not path.name.startswith("test_"))
 
 
-def test_no_module_is_longer_than_450_lines():
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+def test_the_engine_grows_no_further(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import weight
 
-    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+    modules = weight.modules(ROOT / "core" / "stratagem")
+
+    assert sum(map(weight.code_lines, modules)) <= ENGINE[0]
+    assert len(modules) <= ENGINE[1]
+
+
+def test_comments_and_docstrings_weigh_nothing(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import weight
+
+    path = tmp_path / "some.py"
+    path.write_text(
+        '"""Text.\n\nMore."""\n\n# why\nx = """a\nb"""\n\n\ndef f():\n    """Text."""\n    return x  # so\n'
+    )
+
+    assert weight.code_lines(path) == 4
 
 
 @pytest.mark.slow

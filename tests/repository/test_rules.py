@@ -13,10 +13,10 @@ from pathlib import Path
 import attrs
 
 from stratagem.api import hooks
-from stratagem.api.kinds import KINDS, Command
+from stratagem.api.kinds import Command
+from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError
 from stratagem.runtime.default_hooks import DEFAULTS
-from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
 from stratagem.stack.describe import option_docs
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
@@ -185,7 +185,7 @@ def test_every_hook_is_used_by_a_real_plugin():
     """A hook that the core itself answers where no plugin does is in use by nature."""
     used = set(DEFAULTS)
     for entry in ENTRIES:
-        if entry.kind in KINDS:
+        if entry.kind in registry.kinds():
             used |= set(hook_implementations(class_of(entry), of_class=True))
     unused = set(hook_specifications()) - used
 
@@ -206,8 +206,8 @@ def wrong_with(entry) -> str:
         return "" if issubclass(cls, Command) else "is not a Command"
     if cls is None:  # a preset that needs a device that this machine does not have
         return ""
-    if not (issubclass(cls, KINDS[entry.kind].base) and attrs.has(cls)):
-        return f"is not an attrs class derived from {KINDS[entry.kind].base.__name__}"
+    if not (issubclass(cls, registry.kinds()[entry.kind].base) and attrs.has(cls)):
+        return f"is not an attrs class derived from {registry.kinds()[entry.kind].base.__name__}"
     documented = option_docs(cls)
     missing = [field.name for field in attrs.fields(cls) if field.init and field.name not in documented]
     return f"options without a `#:` line: {missing}" if missing else ""
@@ -259,7 +259,7 @@ def test_plugins_import_no_other_plugin():
 #: What any plugin may import of the core: the API, and the libraries that are published beside it.
 PUBLISHED = {"api", "errors", "checkpoint", "distributed"}
 #: What plugins/commands and plugins/libraries may import too, besides `stratagem` itself.
-FOR_COMMANDS = {"stack", "config", "cli"}
+FOR_COMMANDS = {"stack", "config", "discovery", "cli"}
 #: What drives a run may import, too: the Trainer is the engine's first client.
 FOR_CLIENTS = FOR_COMMANDS | {"runtime"}
 #: Imports that are none of these, by file, and why.

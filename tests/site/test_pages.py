@@ -17,9 +17,8 @@ import yaml
 from markdown_it import MarkdownIt
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import options
-from stratagem.stack import catalog, registry
+from stratagem.discovery import catalog, registry
 from stratagem.stack.plugin_hooks import hook_specifications
 
 ROOT = Path(__file__).parents[2]
@@ -164,9 +163,9 @@ def test_the_reference_has_every_argument_method_hook_and_command(pages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", registry.kinds())
 def test_the_reference_has_every_plugin_with_its_options(pages, kind):
-    page = pages[f"reference/plugins/{KINDS[kind].module.replace('_', '-')}.html"]
+    page = pages[f"reference/plugins/{registry.kinds()[kind].module.replace('_', '-')}.html"]
 
     assert set(catalog.providers(kind)) - page.anchors == set()
     for entry in registry.entries(kind):
@@ -179,8 +178,8 @@ def test_the_reference_has_every_plugin_with_its_options(pages, kind):
 def test_the_list_of_plugins_links_to_the_reference(pages):
     links = {link for link in pages["plugins.html"].links if link.startswith("reference/plugins/")}
 
-    for kind in KINDS:
-        page = f"reference/plugins/{KINDS[kind].module.replace('_', '-')}.html"
+    for kind in registry.kinds():
+        page = f"reference/plugins/{registry.kinds()[kind].module.replace('_', '-')}.html"
         assert {f"{page}#{entry.name}" for entry in registry.entries(kind)} - links == set()
 
 

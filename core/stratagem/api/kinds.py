@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from stratagem.api.callback_log import LogsMetrics
 from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
@@ -405,31 +405,58 @@ class Command:
 
 @frozen(eq=False, repr=False)
 class Kind:
-    """A row of the table of kinds."""
+    """A kind of plugins: what a package puts into the entry-point group ``stratagem.kind``, under the kind's name.
+
+    Plugins of the kind stand in the group ``stratagem.NAME``. A run gets those that its argument chooses, checks that
+    they implement their duties, and calls their hooks.
+    """
 
     name: str
+    #: The class that plugins of this kind derive from.
     base: type[Any]
     #: Exactly one plugin of this kind is chosen; otherwise any number.
-    single: bool
-    #: Which module of stratagem resolves this kind's classes lazily.
-    module: str
+    single: bool = False
+    #: The argument of `Trainer` and `Run` that chooses plugins of this kind; the kind's name unless set.
+    argument: str = field()
+    #: Hooks that each plugin of this kind must implement.
+    duties: tuple[str, ...] = ()
+    #: The plugin that a run has where none is chosen; "" for none.
+    default: str = ""
+    #: A module with specifications of hooks that this kind adds, called with ``run.ask`` and ``run.hook``.
+    hooks: Any = None
+    #: The class of the kit that checks plugins of this kind, as ``module:Class``.
+    conformance: str = "stratagem_testing:ObserverConformance"
+    #: Which module of stratagem resolves this kind's classes lazily; "" for none.
+    module: str = ""
+    #: Options can be set by a dotted name, ``--kind.option``; not where a run usually has several plugins.
+    dotted: bool = True
+    #: Its plugins act on events of a Trainer: a `Run` has no argument for them.
+    needs_trainer: bool = False
+    #: Kinds are called, listed and described in this order.
+    place: int = 80
+
+    @argument.default
+    def _is_the_name(self) -> str:
+        return self.name
 
     @property
     def group(self) -> str:
         return f"stratagem.{self.name}"
 
 
-KINDS: Final[dict[str, Kind]] = {
-    kind.name: kind
-    for kind in (
-        Kind("strategy", Strategy, False, "strategies"),
-        Kind("precision", Precision, True, "precisions"),
-        Kind("comm_hook", CommHook, False, "comm_hooks"),
-        Kind("environment", Environment, True, "environments"),
-        Kind("launcher", Launcher, True, "launchers"),
-        Kind("accelerator", Accelerator, True, "accelerators"),
-        Kind("checkpoint", CheckpointFormat, True, "checkpoints"),
-        Kind("callback", Callback, False, "callbacks"),
-        Kind("logger", Logger, False, "loggers"),
-    )
-}
+def _ours(place: int, base: type[Plugin], module: str, **facts: Any) -> Kind:
+    conformance = f"stratagem_testing:{''.join(word.capitalize() for word in base.kind.split('_'))}Conformance"
+    return Kind(base.kind, base, conformance=conformance, module=module, place=place, **facts)
+
+
+STRATEGY: Final = _ours(10, Strategy, "strategies", duties=("wrap_model",))
+PRECISION: Final = _ours(20, Precision, "precisions", single=True)
+COMM_HOOK: Final = _ours(30, CommHook, "comm_hooks", duties=("reduce_bucket",))
+ENVIRONMENT: Final = _ours(40, Environment, "environments", single=True, duties=("setup_environment",))
+LAUNCHER: Final = _ours(50, Launcher, "launchers", single=True, duties=("launch",))
+ACCELERATOR: Final = _ours(60, Accelerator, "accelerators", single=True)
+CHECKPOINT: Final = _ours(
+    70, CheckpointFormat, "checkpoints", single=True, duties=("save_checkpoint", "load_checkpoint")
+)
+CALLBACK: Final = _ours(90, Callback, "callbacks", argument="callbacks", dotted=False, needs_trainer=True)
+LOGGER: Final = _ours(100, Logger, "loggers", needs_trainer=True)

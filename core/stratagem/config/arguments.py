@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from stratagem.config.moved_names import moved_argument
+from stratagem.config.settings import RunSettings, added_arguments
+from stratagem.discovery.moved_names import moved_argument
 from stratagem.distributed.torchrun_errors import end_with_sentence
 from stratagem.errors import ConfigError, nearest
 
@@ -23,29 +24,38 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Callable[..., None])
 
 
-def remember_arguments(init: C) -> C:
+def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
     """Let ``__init__`` tell an argument that was given from one that has its default value.
 
     While it runs, the arguments that were given are in ``self._given``. Besides its own arguments it takes ``sources``,
-    which are in ``self._sources``: editors do not show it.
+    which are in ``self._sources``, and the arguments of kinds that other packages add: editors do not show these.
+
+    Args:
+        settings: the class whose fields the arguments are.
 
     Raises:
         ConfigError: on a call, an argument that ``__init__`` does not have.
     """
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
-    owner = init.__qualname__.partition(".")[0]
 
-    @functools.wraps(init)
-    def wrapper(self: Any, *values: Any, sources: Sequence[Source] = (), **arguments: Any) -> None:
-        end_with_sentence()
-        for name in arguments:
-            if name not in known:
-                raise ConfigError(
-                    f"{owner} has no argument {name!r}", expected="one of its arguments",
-                    do=moved_argument(name) or nearest(name, known) or f"see help(stratagem.{owner})",
-                )  # fmt: skip
-        self._given, self._sources = arguments, sources
-        init(self, *values, **arguments)
-        del self._given, self._sources
+    def decorate(init: C) -> C:
+        known = [name for name in inspect.signature(init).parameters if name != "self"]
+        owner = init.__qualname__.partition(".")[0]
 
-    return cast(C, wrapper)
+        @functools.wraps(init)
+        def wrapper(self: Any, *values: Any, sources: Sequence[Source] = (), **arguments: Any) -> None:
+            end_with_sentence()
+            others = {name: arguments.pop(name) for name in [*arguments] if name not in known}
+            added = added_arguments(settings) if others else []
+            for name in others:
+                if name not in added:
+                    raise ConfigError(
+                        f"{owner} has no argument {name!r}", expected="one of its arguments",
+                        do=moved_argument(name) or nearest(name, [*known, *added]) or f"see help(stratagem.{owner})",
+                    )  # fmt: skip
+            self._given, self._sources = arguments | others, sources
+            init(self, *values, **arguments)
+            del self._given, self._sources
+
+        return cast(C, wrapper)
+
+    return decorate

@@ -7,7 +7,8 @@ import os
 import warnings
 from collections.abc import Mapping
 
-from stratagem.config.sources import DOTTED, PREFIX, Source
+from stratagem.config.sources import PREFIX, Source
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 
 
@@ -22,7 +23,7 @@ def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
             layer.set(name.removeprefix("TRAINER_").lower(), text)
             continue
         # The longest kind first, in case the name of one kind is a prefix of another's.
-        for kind in sorted(DOTTED, key=len, reverse=True):
+        for kind in sorted(registry.dotted(), key=len, reverse=True):
             if name.startswith(f"{kind.upper()}_"):
                 layer.set(f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
                 break
@@ -58,7 +59,7 @@ def _check_not_misspelt(variable: str, name: str) -> None:
             f"the variable {variable} is set, and there may be several callbacks", expected="each callback by name",
             do=f"use {PREFIX}TRAINER_CALLBACKS with JSON",
         )  # fmt: skip
-    first = {word.partition("_")[0] for word in ("TRAINER", *(kind.upper() for kind in DOTTED))}
+    first = {word.partition("_")[0] for word in ("TRAINER", *(kind.upper() for kind in registry.dotted()))}
     word, _, rest = name.partition("_")
     close = difflib.get_close_matches(word, first, n=1, cutoff=0.8)
     if rest and close and word not in first:
@@ -69,8 +70,8 @@ def _check_not_misspelt(variable: str, name: str) -> None:
 
 def _warn_of_lightning(variables: Mapping[str, str]) -> None:
     """Warn of variables that Lightning reads and stratagem does not; only on local rank 0."""
-    from stratagem.config.moved_names import moved_argument
     from stratagem.config.settings import TrainerSettings, option_names
+    from stratagem.discovery.moved_names import moved_argument
 
     if variables.get("LOCAL_RANK", "0") != "0":
         return

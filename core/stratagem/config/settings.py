@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from attrs import define, field, frozen
 
@@ -20,8 +20,9 @@ from stratagem.api.validators import (
     duration_or_text,
     more_than,
 )
-from stratagem.config.moved_names import moved_argument
 from stratagem.config.sources import Source, parse_choice
+from stratagem.discovery import registry
+from stratagem.discovery.moved_names import moved_argument
 from stratagem.errors import ConfigError, nearest
 
 S = TypeVar("S", bound="RunSettings")
@@ -41,6 +42,8 @@ class PluginOption:
 class RunSettings:
     """The plugins of a run, and where it runs. Each kind takes a name, a mapping with a ``name``, or an instance."""
 
+    #: Whether a Trainer has these arguments, and so calls the hooks of events.
+    for_trainer: ClassVar[bool] = False
     #: The type of device: "auto", a name, or an instance.
     accelerator: Any = "auto"
     #: The devices of this node: a count, -1 for all, a list of indices, or "auto".
@@ -90,8 +93,10 @@ class RunSettings:
     @property
     def plugin_arguments(self) -> frozenset[str]:
         """The names of the arguments that choose plugins."""
-        return frozenset((*CHOICES, "plugins"))
+        return frozenset((*registry.arguments(), "plugins"))
 
+    #: What was chosen for kinds of plugins that other packages add, by argument; filled by `gather`.
+    chosen: dict[str, Any] = field(factory=dict, init=False, repr=False)
     #: Where each value that is not a default came from; filled by `gather`.
     origins: dict[str, str] = field(factory=dict, init=False, repr=False)
     #: Plugin options by kind and name; filled by `gather`.
@@ -102,6 +107,7 @@ class RunSettings:
 class TrainerSettings(RunSettings):
     """The arguments of a `Trainer`: those of a run, and those of its loops."""
 
+    for_trainer: ClassVar[bool] = True
     #: Callbacks, called in this order.
     callbacks: Any = ()
     #: The loggers, one or several; True is the default logger, False means none.
@@ -167,19 +173,6 @@ class TrainerSettings(RunSettings):
         return not (self.barebones or self.fast_dev_run)
 
 
-#: Arguments that choose plugins, and the kind that each of them chooses.
-CHOICES = {
-    "strategy": "strategy", "precision": "precision", "comm_hook": "comm_hook", "environment": "environment",
-    "launcher": "launcher", "accelerator": "accelerator", "checkpoint": "checkpoint", "callbacks": "callback",
-    "logger": "logger",
-}  # fmt: skip
-
-
-def argument_of(kind: str) -> str:
-    """Return the argument that chooses plugins of `kind`."""
-    return next((argument for argument, chosen in CHOICES.items() if chosen == kind), kind)
-
-
 def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ()) -> S:
     """Return settings of class `cls` from `layers` and then `code`; later ones override earlier ones.
 
@@ -195,12 +188,13 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
     for layer in (*layers, Source("code", given)):
         for name, value in layer.values.items():
             converted = _convert(cls, name, value, layer)
-            if name in CHOICES:
-                converted = _split_options(CHOICES[name], converted, values.get(name), layer, options)
+            if name in registry.arguments():
+                converted = _split_options(registry.arguments()[name], converted, values.get(name), layer, options)
             values[name], origins[name] = converted, layer.origin
         for kind, set_here in layer.options.items():
             for option, value in set_here.items():
                 options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, layer.text)
+    chosen = {name: values.pop(name) for name in added_arguments(cls) if name in values}
     settings = build(cls, {name: value for name, value in values.items() if name != "default_root_dir" or value}, "")
     for name in ("default_root_dir", "lock"):
         if is_remote(folder := getattr(settings, name, None) or Path()):
@@ -217,6 +211,7 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
             f"default_root_dir is {str(folder)!r} ({origins.get('default_root_dir', 'default')}), and {root} is a file",
             expected="a folder, or a path where one can be made", do="name another folder",
         )  # fmt: skip
+    settings.chosen.update(chosen)
     settings.origins.update(origins)
     settings.options.update(options)
     return settings
@@ -225,6 +220,8 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
 def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
     """Return `value` converted to the type of argument `name`."""
     known = option_names(cls)
+    if name in added_arguments(cls):
+        return parse_choice(value) if layer.text else value
     if name not in known:
         if layer.origin == "code":
             return convert_options(cls, {name: value}, "")  # raises an error that lists the known names
@@ -232,7 +229,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
             f"{layer.origin} sets {name!r}, which is not an argument", expected="an argument of the Trainer",
             do=moved_argument(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
-    if layer.text and (name in CHOICES or name in ("plugins", "profiler")):
+    if layer.text and (name in registry.arguments() or name in ("plugins", "profiler")):
         return parse_choice(value)
     try:
         return convert_options(cls, {name: value}, "", text=layer.text)[name]
@@ -260,6 +257,12 @@ def _split_options(
 
 def _same_name(one: Any, other: Any) -> bool:
     return isinstance(one, str) and isinstance(other, str) and one.lower() == other.lower()
+
+
+def added_arguments(cls: type[RunSettings]) -> list[str]:
+    """Return the arguments that choose plugins of kinds which other packages add."""
+    known, kinds = option_names(cls), registry.kinds().values()
+    return [kind.argument for kind in kinds if kind.argument not in known and kind.needs_trainer <= cls.for_trainer]
 
 
 def option_names(cls: type[Any]) -> list[str]:

@@ -21,14 +21,11 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem.api.kinds import KINDS
 from stratagem.api.paths import as_path
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError, nearest, shown
 
 PREFIX = "STRATAGEM_"
-
-#: Kinds whose options can be set by a dotted name. A run may have several callbacks, so theirs would be ambiguous.
-DOTTED = tuple(kind for kind in KINDS if kind != "callback")
 
 
 @define(eq=False, repr=False)
@@ -49,11 +46,12 @@ class Source:
         kind, dot, option = name.partition(".")
         if not dot:
             self.values[name] = value
-        elif kind in DOTTED:
+        elif kind in registry.dotted():
             self.options.setdefault(kind, {})[option] = value
         else:
+            known = registry.dotted()
             raise ConfigError(
-                f"{self.origin} sets {name!r}", expected=f"an option of {', '.join(DOTTED)}", do=nearest(kind, DOTTED)
+                f"{self.origin} sets {name!r}", expected=f"an option of {', '.join(known)}", do=nearest(kind, known)
             )
 
 

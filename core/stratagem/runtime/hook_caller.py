@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 import torch
 
-from stratagem.api import hooks
 from stratagem.api.hook_methods import belongs_to
 from stratagem.api.world import Collectives, World
 from stratagem.errors import PluginError, with_article
 from stratagem.runtime import default_hooks
 from stratagem.runtime.parted import read_by_plugins
 from stratagem.stack import lightning_callbacks
-from stratagem.stack.plugin_hooks import hook_implementations
+from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_modules
 
 if TYPE_CHECKING:
     from stratagem.api.context import RunContext
@@ -170,7 +169,8 @@ class _PluginManager(pluggy.PluginManager):
 
 def _hook_manager(stack: Stack) -> pluggy.PluginManager:
     manager = _PluginManager("stratagem")
-    manager.add_hookspecs(hooks)
+    for module in hook_modules():
+        manager.add_hookspecs(module)
     answered = set()
     # pluggy calls the last registered first.
     for choice in reversed(stack.active()):
@@ -195,15 +195,14 @@ def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
     for name, instead in lightning_callbacks.CALLBACK.items():
         if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
             raise lightning_callbacks.refuse(str(choice), name, instead)
-    for name in vars(hooks):
+    for name, specification in hook_functions().items():
         method = getattr(choice.plugin, name, None)
         inherited = hasattr(base, name) and name not in getattr(choice.plugin, "__dict__", {})
-        if name in implementations or name.startswith("_") or not callable(method) or inherited:
+        if name in implementations or not callable(method) or inherited:
             continue
-        if hasattr(getattr(hooks, name), "stratagem_spec"):
-            arguments = ", ".join(inspect.signature(getattr(hooks, name)).parameters)
-            raise PluginError(
-                f"{choice} has a method {name} that is not marked as a hook",
-                expected=f"@hookimpl above it, and arguments out of ({arguments})",
-                do="add it (`from stratagem import hookimpl`), or choose another name for the method",
-            )
+        arguments = ", ".join(inspect.signature(specification).parameters)
+        raise PluginError(
+            f"{choice} has a method {name} that is not marked as a hook",
+            expected=f"@hookimpl above it, and arguments out of ({arguments})",
+            do="add it (`from stratagem import hookimpl`), or choose another name for the method",
+        )

@@ -58,7 +58,7 @@ class Run:
         ConfigError, PluginError: the choices cannot work together; raised here, before any process starts.
     """
 
-    @remember_arguments
+    @remember_arguments(RunSettings)
     def __init__(
         self,
         settings: RunSettings | None = None,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE, MULTI_PROCESS, Capabilities
 from stratagem.api.kinds import Plugin
+from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
-from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
 from stratagem.stack.misspelled import warn_of_misspelled_hooks
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
@@ -18,15 +18,6 @@ from stratagem.stack.plugin_hooks import hook_implementations, hook_specificatio
 if TYPE_CHECKING:
     from stratagem.api.kinds import Strategy
     from stratagem.stack.plugins import Choice, Stack
-
-#: The hooks that a plugin of each kind must implement.
-_DUTIES = {
-    "strategy": ("wrap_model",),
-    "environment": ("setup_environment",),
-    "launcher": ("launch",),
-    "checkpoint": ("save_checkpoint", "load_checkpoint"),
-    "comm_hook": ("reduce_bucket",),
-}
 
 
 def check_hooks(stack: Stack) -> None:
@@ -49,9 +40,10 @@ def check_hooks(stack: Stack) -> None:
                 expected="one plugin to answer and the others to wrap",
                 do="drop one of them",
             )
+    kinds = registry.kinds()
     for choice in stack.active():
         warn_of_misspelled_hooks(choice)
-        duties = _DUTIES.get(choice.kind, ())
+        duties = kinds[choice.kind].duties if choice.kind in kinds else ()
         outer = choice in stack.strategies[:-1]
         missing = [hook for hook in duties if hook not in hook_implementations(choice.plugin) and not outer]
         if missing:

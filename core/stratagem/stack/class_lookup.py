@@ -10,10 +10,9 @@ from opcode import opmap
 from types import FrameType
 from typing import Any
 
-from stratagem.config.moved_names import table
-from stratagem.config.settings import argument_of
+from stratagem.discovery import catalog, registry
+from stratagem.discovery.moved_names import table
 from stratagem.errors import PluginError, nearest
-from stratagem.stack import catalog, registry
 
 
 def class_finder(kind: str) -> Callable[[str], Any]:
@@ -55,7 +54,11 @@ def _instead(kind: str, name: str) -> str:
     packages = catalog.providers(kind)
     for plugin, package in packages.items():
         if _plain(plugin) == wanted:
-            return f'use {argument_of(kind)}="{plugin}"' if plugin in installed else f"run `pip install {package}`"
+            return (
+                f'use {registry.argument_of(kind)}="{plugin}"'
+                if plugin in installed
+                else f"run `pip install {package}`"
+            )
     for other, instead in (*table("plugins").items(), *table("classes").items()):
         if _plain(other) == wanted:
             return instead

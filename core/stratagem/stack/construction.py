@@ -7,11 +7,9 @@ from typing import Any
 
 import attrs
 
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import build, convert_options
-from stratagem.config.settings import argument_of
+from stratagem.discovery import registry
 from stratagem.errors import PluginError, StratagemError
-from stratagem.stack import registry
 
 
 def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] = (), path: str = "") -> Any:
@@ -21,7 +19,7 @@ def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] 
         path: what the user typed for the plugin, for messages, if that is not its kind and name.
     """
     target = entry.load()
-    path = path or f"{argument_of(entry.kind)}.{entry.name}"
+    path = path or f"{registry.argument_of(entry.kind)}.{entry.name}"
     if isinstance(target, type):
         return _check_kind(build(target, _convert(target, values, path, texts), path), entry)
     try:
@@ -45,7 +43,7 @@ def _convert(cls: type[Any], values: Mapping[str, Any], path: str, texts: Iterab
 
 
 def _check_kind(plugin: Any, entry: registry.Entry) -> Any:
-    base = KINDS[entry.kind].base
+    base = registry.kinds()[entry.kind].base
     if not isinstance(plugin, base):
         raise PluginError(
             f"{entry.kind} {entry.name!r} of {entry.distribution} is a {type(plugin).__name__}",

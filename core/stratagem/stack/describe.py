@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from stratagem.api import hooks
 from stratagem.api.capabilities import Capabilities
-from stratagem.api.kinds import KINDS, Environment, Plugin
+from stratagem.api.kinds import Environment, Plugin
 from stratagem.api.options import describe as describe_type
 from stratagem.api.options import option_types, options
 from stratagem.api.redaction import redact
-from stratagem.config.settings import CHOICES, TrainerSettings
-from stratagem.config.sources import DOTTED, program
+from stratagem.config.settings import TrainerSettings
+from stratagem.config.sources import program
+from stratagem.discovery import registry
+from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError, StratagemError, nearest, shown
 from stratagem.stack.construction import make
-from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
 from stratagem.stack.plugins import Choice
-from stratagem.stack.registry import Entry
 from stratagem.stack.terminal_text import bold, width, wrapped
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def explain_stack(stack: Stack, settings: RunSettings) -> dict[str, Any]:
         "arguments": {
             name: {"value": shown(redact(name, getattr(settings, name)), None), "origin": origin}
             for name, origin in sorted(settings.origins.items())
-            if name not in CHOICES and hasattr(settings, name)
+            if name not in registry.arguments() and hasattr(settings, name)
         },
         "plugins": [_explain_choice(choice, stack) for choice in stack.choices()],
     }
@@ -150,9 +150,13 @@ def unread_arguments(stack: Stack, settings: RunSettings, words: Sequence[str]) 
         name, equals, text = word.removeprefix("--").partition("=")
         text = text if equals else "" if following.startswith("--") else following
         name, dot, option = name.replace("-", "_").partition(".")
-        if not word.startswith("--") or not text or name not in (DOTTED if dot else option_types(type(settings))):
+        if (
+            not word.startswith("--")
+            or not text
+            or name not in (registry.dotted() if dot else option_types(type(settings)))
+        ):
             continue
-        choices = [choice for choice in stack.choices() if choice.kind == CHOICES.get(name, name)]
+        choices = [choice for choice in stack.choices() if choice.kind == registry.arguments().get(name, name)]
         if dot:
             values = [
                 (getattr(choice.plugin, option, None), choice.origins.get(option, "default")) for choice in choices
@@ -182,7 +186,7 @@ def cli_help(settings: TrainerSettings) -> str:
         lines += _help_lines(f"--{name}", describe_type(types[name]), _default(option), docs.get(name, ""))
     for choice in resolve(settings).choices():
         cls = type(choice.plugin)
-        if choice.kind in DOTTED and options(cls):
+        if choice.kind in registry.dotted() and options(cls):
             lines += ["", f"options of {choice}:"]
             for name, option in options(cls).items():
                 value = shown(redact(name, getattr(choice.plugin, option.name)), None)
@@ -213,7 +217,7 @@ def check_entry(entry: Entry) -> str | None:
 
 def check_class(cls: type[Any], kind: str) -> str | None:
     """Return one sentence about what is wrong with a plugin class of `kind`; None if nothing is."""
-    base = KINDS[kind].base
+    base = registry.kinds()[kind].base
     if not issubclass(cls, base):
         return f"{cls.__name__} is not a stratagem.{base.__name__}."
     if problem := _check_options(cls):
@@ -223,7 +227,7 @@ def check_class(cls: type[Any], kind: str) -> str | None:
         if hook not in known:
             return f"it implements {hook!r}, which is not a hook; {nearest(hook, known) or 'see docs/hooks.md'}."
         given = set(inspect.signature(getattr(cls, hook)).parameters) - {"self"}
-        unknown = given - set(inspect.signature(getattr(hooks, hook)).parameters)
+        unknown = given - set(inspect.signature(hook_functions()[hook]).parameters)
         if unknown:
             return f"its {hook} takes {', '.join(sorted(unknown))}, which that hook does not pass."
         if marker["wrapper"] and not inspect.isgeneratorfunction(getattr(cls, hook)):

@@ -9,8 +9,8 @@ from typing import Any
 from attrs import frozen
 
 from stratagem.api.evidence import Confidence, Evidence
+from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError
-from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
 from stratagem.stack.plugins import Choice
 

@@ -99,7 +99,7 @@ def check_is_not_folder(path: Path) -> None:
 
 def name_of_format(path: Path) -> str | None:
     """Return the name of the first installed checkpoint format that recognises `path`; None if none does."""
-    from stratagem.stack import registry
+    from stratagem.discovery import registry
 
     for entry in registry.entries("checkpoint"):
         with contextlib.suppress(PluginError):  # a broken package must not hide the others
@@ -118,7 +118,7 @@ def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
 
 def format_named(name: str) -> CheckpointFormat:
     """Return the checkpoint format of that name, with its default options."""
-    from stratagem.stack import registry
+    from stratagem.discovery import registry
     from stratagem.stack.construction import make
 
     checkpoint_format: CheckpointFormat = make(registry.find("checkpoint", name), {})
@@ -205,7 +205,7 @@ def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:
 
 
 def _installed_formats() -> Iterator[CheckpointFormat]:
-    from stratagem.stack import registry
+    from stratagem.discovery import registry
 
     for entry in registry.entries("checkpoint"):
         with contextlib.suppress(PluginError):  # a broken package must not hide the others

@@ -29,8 +29,8 @@ from stratagem.api.kinds import keeps_state
 from stratagem.api.state_keys import options_key
 from stratagem.checkpoint.rank_rows import ranks_in
 from stratagem.checkpoint.state_checks import applying, check_similar
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Stack

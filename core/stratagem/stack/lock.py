@@ -21,7 +21,7 @@ import attrs
 from stratagem.api.options import options
 from stratagem.api.paths import replace_text
 from stratagem.api.redaction import redact
-from stratagem.config.settings import CHOICES
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def describe(stack: Stack, settings: RunSettings) -> dict[str, Any]:
         "arguments": {
             name: {"value": _shown(name, getattr(settings, name)), "origin": origin}
             for name, origin in sorted(settings.origins.items())
-            if name not in CHOICES and name != "plugins" and hasattr(settings, name)
+            if name not in registry.arguments() and name != "plugins" and hasattr(settings, name)
         },
         "plugins": [_describe(choice) for choice in stack.choices() if choice not in stack.automatic],
         "automatic": [_describe(choice) for choice in stack.automatic],

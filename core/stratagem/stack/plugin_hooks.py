@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stratagem.api import hooks
-
-# --- Checking ----------------------------------------------------------------------------------------------------
+from stratagem.discovery import registry
 
 
 def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, dict[str, Any]]:
@@ -18,6 +19,22 @@ def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, di
     return {name: marker for name, marker in markers.items() if isinstance(marker, dict)}
 
 
+def hook_modules() -> list[Any]:
+    """Return the modules with specifications: `stratagem.api.hooks`, and those of installed kinds."""
+    return [hooks, *(kind.hooks for kind in registry.kinds().values() if kind.hooks is not None)]
+
+
+def hook_functions() -> Mapping[str, Callable[..., Any]]:
+    """Return the function that specifies each hook, by name."""
+    return _hook_functions(registry.generation())
+
+
+@functools.cache
+def _hook_functions(generation: int) -> Mapping[str, Callable[..., Any]]:  # noqa: ARG001 - a cache's key
+    found = (vars(module) for module in hook_modules())
+    return {name: value for names in found for name, value in names.items() if hasattr(value, "stratagem_spec")}
+
+
 def hook_specifications() -> dict[str, dict[str, Any]]:
-    """Return every hook of `stratagem.api.hooks` by name, with its options."""
-    return {name: value.stratagem_spec for name, value in vars(hooks).items() if hasattr(value, "stratagem_spec")}
+    """Return every hook by name, with its options."""
+    return {name: value.stratagem_spec for name, value in hook_functions().items()}  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from stratagem.stack.registry import Entry
+from stratagem.discovery.registry import Entry
 from stratagem.stack.summaries import summary
 from stratagem.stack.terminal_text import bold, width, wrapped
 

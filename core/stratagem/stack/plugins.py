@@ -11,8 +11,8 @@ from attrs import define, field, frozen
 from stratagem.api.kinds import Plugin, Strategy
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import DEFAULT_TIMEOUT, NCCL_TIMEOUT
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 
 
 @frozen(eq=False, kw_only=True)

@@ -14,13 +14,13 @@ from typing import Any
 import attrs
 
 from stratagem.api.items import as_list, is_list
-from stratagem.api.kinds import KINDS, Plugin, has_role
+from stratagem.api.kinds import Plugin, has_role
 from stratagem.api.options import check
 from stratagem.config.compilation import compile_options
 from stratagem.config.devices import devices_of_processes, parse_devices
-from stratagem.config.settings import PluginOption, argument_of
+from stratagem.config.settings import PluginOption
+from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
-from stratagem.stack import catalog, registry
 from stratagem.stack.checks import (
     SWITCHES,
     check_absorbed,
@@ -32,7 +32,7 @@ from stratagem.stack.checks import (
     needs_of,
 )
 from stratagem.stack.construction import make, options_of
-from stratagem.stack.defaults import default, default_strategy
+from stratagem.stack.defaults import by_name, default, default_strategy
 from stratagem.stack.detection import detect_accelerator, detect_environment
 from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem.stack.plugins import Choice, Stack
@@ -76,7 +76,7 @@ def resolve(settings: Any) -> Stack:
         + _transforms(settings)
         + _standard_callbacks(settings),
         loggers=_loggers(settings, chooser),
-        others=chooser.extras["plugin"],
+        others=[*chooser.extras["plugin"], *_added(chooser, settings)],
         automatic=_automatic_callbacks(settings) + _environment_callbacks(settings, environment, chooser),
         devices=devices,
         devices_given=given,
@@ -124,7 +124,7 @@ class _Chooser:
 
     def __init__(self, settings: Any) -> None:
         self.origins, self.options = settings.origins, dict(settings.options)
-        self.extras: dict[str, list[Choice]] = {kind: [] for kind in (*KINDS, "plugin")}
+        self.extras: dict[str, list[Choice]] = {kind: [] for kind in (*registry.kinds(), "plugin")}
         for index, value in enumerate(as_list(settings.plugins)):
             choice = self._extra(value, f"plugins[{index}]")
             self.extras[choice.kind].append(choice)
@@ -133,14 +133,13 @@ class _Chooser:
         extras = self.extras[kind]
         asked = [] if _unset(value) else [self._choose(kind, value, kind)]
         if len(asked) + len(extras) > 1:
-            names = " and ".join(repr(choice.name) for choice in asked + extras)
-            raise ConfigError(f"{kind} is chosen more than once: {names}", expected=f"one {kind}", do="drop the others")
+            raise _several(kind, asked + extras)
         return next(iter(asked + extras), None)
 
     def many(self, kind: str, value: Any, argument: str = "") -> list[Choice]:
         values = [] if _unset(value) else as_list(value)
         # What `plugins` adds comes with the kind's own argument only.
-        extras, argument = [] if argument else self.extras[kind], argument or argument_of(kind)
+        extras, argument = [] if argument else self.extras[kind], argument or registry.argument_of(kind)
         path = f"{argument}[{{}}]" if is_list(value) and len(values) > 1 else argument
         alone = len(values) == 1
         return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + extras
@@ -150,7 +149,7 @@ class _Chooser:
         return self._choose("callback", value, "callback", alone=False)
 
     def _choose(self, kind: str, value: Any, path: str, alone: bool = True) -> Choice:
-        base = KINDS[kind].base
+        base = registry.kinds()[kind].base
         if isinstance(value, base) or (kind in ("callback", "logger") and hook_implementations(value)):
             return self._instance(kind, value)
         if isinstance(value, Mapping):
@@ -229,7 +228,7 @@ class _Chooser:
             )
         wanted = name.lower()
         found = [e for e in registry.entries() if wanted in (e.name.lower(), e.qualified_name.lower())]
-        kinds = [kind for kind in KINDS if any(entry.kind == kind for entry in found)]
+        kinds = [kind for kind in registry.kinds() if any(entry.kind == kind for entry in found)]
         if len(kinds) > 1:
             raise ConfigError(f"{path} {name!r} is the name of a {' and of a '.join(kinds)}", do=f"use {kinds[0]}=")
         if not kinds:
@@ -239,7 +238,7 @@ class _Chooser:
 
 def _not_installed(path: str, name: str) -> PluginError:
     """Return the error for `name` in `plugins`, where the kind is unknown."""
-    packages = (catalog.providers(kind).get(name.lower()) for kind in KINDS)
+    packages = (catalog.providers(kind).get(name.lower()) for kind in registry.kinds())
     if package := next(filter(None, packages), None):
         return PluginError(f"{path} {name!r} is not installed", do=f"run `pip install {package}`")
     everything = [entry.name for entry in registry.entries()]
@@ -249,7 +248,7 @@ def _not_installed(path: str, name: str) -> PluginError:
 
 def _entry_of(kind: str, cls: type[Any]) -> tuple[str, registry.Entry | None]:
     """Return the name and the entry of `cls`, if an entry point names it; otherwise the class name and None."""
-    for entry in registry.entries(kind) if kind in KINDS else ():
+    for entry in registry.entries(kind) if kind in registry.kinds() else ():
         module, _, attribute = entry.value.partition(":")
         if attribute == cls.__qualname__ and cls.__module__.partition(".")[0] == module.partition(".")[0]:
             return entry.name, entry
@@ -273,6 +272,32 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _unset(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.lower() == "auto")
+
+
+#: The kinds that the engine and its Trainer call by name; a `Stack` has a field for each.
+_OF_STACK = {
+    "strategy", "precision", "comm_hook", "environment", "launcher", "accelerator", "checkpoint", "callback", "logger",
+}  # fmt: skip
+
+
+def _added(chooser: _Chooser, settings: Any) -> list[Choice]:
+    """Return the plugins of the kinds that other packages add: those that the user chose, else the kind's default."""
+    choices = []
+    for kind in registry.kinds().values():
+        if kind.name in _OF_STACK:
+            continue
+        found = chooser.many(kind.name, settings.chosen.get(kind.argument))
+        if kind.single and len(found) > 1:
+            raise _several(kind.name, found)
+        if kind.default and not found:
+            found = [chooser.refine(by_name(kind.name, kind.default, "the default"))]
+        choices += found
+    return choices
+
+
+def _several(kind: str, choices: list[Choice]) -> ConfigError:
+    names = " and ".join(repr(choice.name) for choice in choices)
+    return ConfigError(f"{kind} is chosen more than once: {names}", expected=f"one {kind}", do="drop the others")
 
 
 def _launcher(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
@@ -300,9 +325,7 @@ def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wa
     if asked is None and wanted is None:
         return chooser.refine(default(kind, kind))
     if asked is None:
-        entry = registry.find(kind, wanted or "")
-        reason = f"{strategy} needs it"
-        return chooser.refine(Choice(kind=kind, name=entry.name, plugin=make(entry, {}), reason=reason, entry=entry))
+        return chooser.refine(by_name(kind, wanted or "", f"{strategy} needs it"))
     if wanted is not None and wanted != asked.name:
         raise ConfigError(
             f"{asked} was chosen and {strategy} needs the {kind} {wanted!r}",

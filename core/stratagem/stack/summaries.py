@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from stratagem.stack.registry import Entry
+from stratagem.discovery.registry import Entry
 
 #: How many modules to follow from the one that an entry point names to the one that defines its class.
 _MAX_HOPS = 4

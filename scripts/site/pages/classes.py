@@ -37,7 +37,7 @@ operations, the mesh. What `trainer` has is on the page of the [trainer](trainer
 
 OF_PLUGINS = (
     "Plugin", "Strategy", "Precision", "CommHook", "Environment", "Launcher", "Accelerator", "CheckpointFormat",
-    "Callback", "Logger", "Command",
+    "Callback", "Logger", "Command", "Kind",
 )  # fmt: skip
 OF_HOOKS = (
     "context.RunContext", "world.World", "world.Collectives", "world.Mesh", "values.Bucket", "values.PrecisionPolicy",

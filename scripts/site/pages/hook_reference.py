@@ -9,7 +9,7 @@ from pathlib import Path
 from pages.plugins import all_plugins, by_class, path_of
 from pages.text import MissingTextError, anchor
 from stratagem.api import hooks
-from stratagem.api.kinds import KINDS
+from stratagem.discovery import registry
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 #: Where a heading of any level begins.
@@ -51,7 +51,7 @@ def _implementations(root: Path) -> dict[str, list[str]]:
     """Return links to the plugins that implement each hook, one for each class."""
     found: dict[str, list[str]] = {}
     plugins = all_plugins(root)
-    for kind in KINDS:
+    for kind in registry.kinds():
         for cls, listed in by_class([each for each in plugins if each.entry.kind == kind]).items():
             name = listed[0].entry.name
             for hook in hook_implementations(cls, of_class=True):

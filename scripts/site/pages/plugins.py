@@ -11,13 +11,12 @@ from typing import Any
 from attrs import frozen
 
 from pages.text import anchor, code_span, option, prose, required
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import options
-from stratagem.config.settings import argument_of
+from stratagem.discovery import registry
+from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError, shown
 from stratagem.stack.construction import make
 from stratagem.stack.describe import describe
-from stratagem.stack.registry import Entry
 
 TITLES = {
     "strategy": "Strategies", "precision": "Precisions", "comm_hook": "Communication hooks",
@@ -58,12 +57,14 @@ class Listed:
 def pages(root: Path) -> dict[str, str]:
     """Return the pages by path."""
     listed = all_plugins(root)
-    return {path_of(kind): _page(kind, [each for each in listed if each.entry.kind == kind]) for kind in KINDS}
+    return {
+        path_of(kind): _page(kind, [each for each in listed if each.entry.kind == kind]) for kind in registry.kinds()
+    }
 
 
 def path_of(kind: str) -> str:
     """Return the path of the page of `kind`."""
-    return f"reference/plugins/{KINDS[kind].module.replace('_', '-')}.md"
+    return f"reference/plugins/{registry.kinds()[kind].module.replace('_', '-')}.md"
 
 
 def all_plugins(root: Path) -> list[Listed]:
@@ -77,7 +78,7 @@ def all_plugins(root: Path) -> list[Listed]:
         project = tomllib.loads(path.read_text())["project"]
         for group, points in project.get("entry-points", {}).items():
             kind = group.removeprefix("stratagem.")
-            for name, value in points.items() if kind in KINDS else ():
+            for name, value in points.items() if kind in registry.kinds() else ():
                 entry = Entry(
                     kind=kind, name=name, value=value, distribution=project["name"], version=project["version"]
                 )
@@ -90,7 +91,9 @@ def _page(kind: str, listed: list[Listed]) -> str:
     assert name in {each.entry.name for each in listed}
     one = "a strategy" if kind == "strategy" else f"{'an' if title[0] in 'AE' else 'a'} {title.lower()[:-1]}"
     parts = [
-        INTRODUCTION.format(title=title, one=one, argument=argument_of(kind), name=name, module=KINDS[kind].module)
+        INTRODUCTION.format(
+            title=title, one=one, argument=registry.argument_of(kind), name=name, module=registry.kinds()[kind].module
+        )
     ]
     for cls, plugins in by_class(listed).items():
         parts += _section(kind, cls, plugins)

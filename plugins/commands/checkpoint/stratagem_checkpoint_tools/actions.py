@@ -11,8 +11,8 @@ from typing import Any
 from stratagem.api.paths import as_path
 from stratagem.checkpoint.rank_rows import ranks_in
 from stratagem.checkpoint.single_process import SingleProcessRun
+from stratagem.discovery import registry
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.stack import registry
 from stratagem.stack.construction import make
 from stratagem.stack.formats import format_named, name_of_format, read_any, read_with, write_with
 

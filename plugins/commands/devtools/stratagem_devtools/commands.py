@@ -11,10 +11,9 @@ import shlex
 from pathlib import Path
 
 from stratagem import Command
-from stratagem.api.kinds import KINDS
 from stratagem.cli import find_anywhere, known_kind, row
+from stratagem.discovery import registry
 from stratagem.errors import StratagemError
-from stratagem.stack import registry
 
 
 class Doctor(Command):
@@ -42,7 +41,7 @@ class New(Command):
     help = "write the package of a new plugin: a small working example to change"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+        parser.add_argument("kind", metavar="KIND", help=", ".join(registry.kinds()))
         parser.add_argument("name", metavar="NAME", help="name of the plugin, such as my_idea")
         parser.add_argument("--into", metavar="FOLDER", default=".", help="where to write it (default: here)")
 

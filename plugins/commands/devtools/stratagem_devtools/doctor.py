@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from stratagem import __version__
-from stratagem.api.kinds import KINDS
 from stratagem.api.redaction import redact
 from stratagem.cli import GROUPS
+from stratagem.discovery import registry
 from stratagem.errors import PluginError
-from stratagem.stack import registry
 from stratagem.stack.describe import check_entry
 from stratagem_devtools.environments import examine_environments, render_environments
 from stratagem_process_group.remarks import remarks
@@ -213,7 +212,7 @@ def _packages() -> list[dict[str, Any]]:
 
 def _examine(entry: registry.Entry, everything: list[registry.Entry]) -> tuple[str, str]:
     """Return status and reason for one plugin; ("ok", "") without problems."""
-    if entry.kind not in (*KINDS, "command"):
+    if entry.kind not in (*registry.kinds(), "command"):
         return "broken", f"{entry.name!r} is in the entry-point group stratagem.{entry.kind}, which is not a kind"
     group = entry.name.rpartition(".")[0] if entry.kind == "command" else ""
     if group and group not in GROUPS:

@@ -14,8 +14,8 @@ from attrs import frozen
 
 from stratagem.api.capabilities import MULTI_PROCESS
 from stratagem.config.settings import RunSettings, gather
+from stratagem.discovery import registry
 from stratagem.errors import StratagemError
-from stratagem.stack import registry
 from stratagem.stack.construction import make
 from stratagem.stack.resolver import resolve
 

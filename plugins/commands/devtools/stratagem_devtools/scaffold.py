@@ -14,10 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from stratagem.api.kinds import KINDS
-from stratagem.config.settings import argument_of
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError, nearest
-from stratagem.stack import registry
 
 #: Valid names of plugins; a name is also part of the module name and, with hyphens, of the distribution name.
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -62,8 +60,8 @@ def render(kind: str, name: str) -> dict[str, str]:
     module = f"stratagem_{name}"
     values = {
         "kind": kind,
-        "words": _words(KINDS[kind].base.__name__),
-        "argument": argument_of(kind),
+        "words": _words(registry.kinds()[kind].base.__name__),
+        "argument": registry.argument_of(kind),
         "name": name,
         "Class": _class_name(name, plugin.template),
         "VARIABLE": name.upper(),
@@ -122,8 +120,10 @@ def _template(name: str) -> Template:
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ConfigError(f"kind {kind!r} is unknown", expected=", ".join(KINDS), do=nearest(kind, KINDS))
+    if kind not in registry.kinds():
+        raise ConfigError(
+            f"kind {kind!r} is unknown", expected=", ".join(registry.kinds()), do=nearest(kind, registry.kinds())
+        )
 
 
 def _check_name(kind: str, name: str) -> None:

@@ -14,10 +14,8 @@ from functools import cache
 from typing import Any
 
 from stratagem.api.options import option_types
-from stratagem.config.settings import CHOICES
-from stratagem.config.sources import DOTTED
+from stratagem.discovery import registry
 from stratagem.errors import StratagemError
-from stratagem.stack import registry
 from stratagem_fit.schema import class_of
 
 _Options = dict[tuple[str, registry.Entry], Mapping[str, Any]]
@@ -33,8 +31,8 @@ COMMANDS = ("fit", "validate", "test", "predict")
 def options_by_choice() -> _Options:
     """Return options with types of each installed plugin whose options a command line sets, by kind and entry."""
     found = {}
-    for kind in DOTTED:
-        for entry in registry.entries(CHOICES.get(kind, kind)):
+    for kind in registry.dotted():
+        for entry in registry.entries(registry.arguments().get(kind, kind)):
             with contextlib.suppress(StratagemError):  # a broken package, or one for another machine, has no options
                 found[kind, entry] = option_types(class_of(entry))
     return found

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from stratagem.api import Command
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import option_types
-from stratagem.config.settings import CHOICES, TrainerSettings
-from stratagem.stack import registry
+from stratagem.config.settings import TrainerSettings
+from stratagem.discovery import registry
 from stratagem_fit.chosen_options import COMMANDS, of_chosen, options_by_choice
 
 SHELLS = ("bash", "zsh", "fish")
@@ -65,9 +64,11 @@ def _add_names(parser: argparse.ArgumentParser) -> None:
     """Complete kinds and plugin names for arguments that take them, and files for arguments that take paths."""
     for action in parser._actions:
         if action.dest == "kind":
-            action.choices = tuple(KINDS)
+            action.choices = tuple(registry.kinds())
         elif action.dest == "name" and "plugins" in parser.prog and not parser.prog.endswith(" new"):
-            action.choices = tuple(dict.fromkeys(entry.name for entry in registry.entries() if entry.kind in KINDS))
+            action.choices = tuple(
+                dict.fromkeys(entry.name for entry in registry.entries() if entry.kind in registry.kinds())
+            )
         elif hasattr(action, "completions"):  # words that its command checks itself
             action.choices = action.completions
         elif action.dest in _PATHS and action.choices is None:
@@ -103,8 +104,8 @@ def _add_run_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _choices(name: str, annotation: Any) -> tuple[str, ...] | None:
-    if name in CHOICES:
-        return tuple(dict.fromkeys(entry.name for entry in registry.entries(CHOICES[name])))
+    if name in registry.arguments():
+        return tuple(dict.fromkeys(entry.name for entry in registry.entries(registry.arguments()[name])))
     if annotation is bool:
         return ("true", "false")
     return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else None

@@ -12,9 +12,9 @@ from typing import Any
 from stratagem.api.options import convert, option_types
 from stratagem.api.redaction import redact
 from stratagem.config.environment import from_environment
-from stratagem.config.settings import CHOICES, PluginOption, TrainerSettings, gather
+from stratagem.config.settings import PluginOption, TrainerSettings, gather
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack import registry
 from stratagem_fit.job import Job
 from stratagem_fit.plans import Plan, find
 from stratagem_fit.runfile import parse_text
@@ -106,13 +106,13 @@ def _trainer(job: Job) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name in option_types(TrainerSettings):
         value = getattr(settings, name)
-        options = settings.options.get(CHOICES.get(name, ""), {})
+        options = settings.options.get(registry.arguments().get(name, ""), {})
         if name == "default_root_dir" and name not in settings.origins:
             value = "."  # the working directory of any run
         if options and isinstance(value, str) and value != "auto":
-            value = {"name": value, **_parsed(CHOICES[name], value, options)}
+            value = {"name": value, **_parsed(registry.arguments()[name], value, options)}
         elif options:
-            kind = CHOICES[name]
+            kind = registry.arguments()[name]
             arguments |= {f"{kind}.{option}": plain(_guess(each)) for option, each in options.items()}
         arguments[name] = plain(value)
     return arguments

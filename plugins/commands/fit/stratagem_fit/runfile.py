@@ -11,9 +11,9 @@ from attrs import define, field, frozen
 
 from stratagem.api.options import convert
 from stratagem.api.paths import as_path
-from stratagem.config.moved_names import moved_argument
 from stratagem.config.settings import TrainerSettings, option_names
 from stratagem.config.sources import Source, from_file
+from stratagem.discovery.moved_names import moved_argument
 from stratagem.errors import ConfigError, nearest
 
 #: The top-level keys of a run file.

@@ -16,15 +16,13 @@ from typing import Any, Literal, get_args, get_origin
 import attrs
 
 from stratagem.api import Command
-from stratagem.api.kinds import KINDS
 from stratagem.api.options import option_types, options
-from stratagem.config.settings import CHOICES, TrainerSettings
-from stratagem.config.sources import DOTTED
+from stratagem.config.settings import TrainerSettings
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.stack import registry
 
 #: Arguments of the Trainer that accept several plugins of a kind.
-_SEVERAL = {argument for argument, kind in CHOICES.items() if not KINDS[kind].single}
+_SEVERAL = {argument for argument, kind in registry.arguments().items() if not registry.kinds()[kind].single}
 #: Values of a choice other than plugins.
 _OTHER_VALUES: dict[str, list[Any]] = {
     "strategy": ["auto", None], "accelerator": ["auto", None], "environment": ["auto", None], "precision": [None],
@@ -74,7 +72,7 @@ def schema() -> dict[str, Any]:
         },
         "required": ["model"],
         "additionalProperties": False,
-        "$defs": {"object": _OBJECT, "trainer": _trainer(), **{kind: _kind(kind) for kind in KINDS}},
+        "$defs": {"object": _OBJECT, "trainer": _trainer(), **{kind: _kind(kind) for kind in registry.kinds()}},
     }
 
 
@@ -105,18 +103,20 @@ def _trainer() -> dict[str, Any]:
     return {
         "type": ["object", "null"],
         "properties": properties,
-        "patternProperties": {rf"^({'|'.join(DOTTED)})\.": {"description": "An option of the plugin of that kind."}},
+        "patternProperties": {
+            rf"^({'|'.join(registry.dotted())})\.": {"description": "An option of the plugin of that kind."}
+        },
         "additionalProperties": False,
     }
 
 
 def _argument(name: str, annotation: Any) -> dict[str, Any]:
-    if name in CHOICES:
-        one: dict[str, Any] = {"$ref": f"#/$defs/{CHOICES[name]}"}
+    if name in registry.arguments():
+        one: dict[str, Any] = {"$ref": f"#/$defs/{registry.arguments()[name]}"}
         one = {"if": {"type": "array"}, "then": {"items": one}, "else": one} if name in _SEVERAL else one
         return {"if": {"enum": _OTHER_VALUES[name]}, "then": True, "else": one}
     if name == "plugins":
-        any_kind = {"anyOf": [{"$ref": f"#/$defs/{kind}"} for kind in KINDS]}
+        any_kind = {"anyOf": [{"$ref": f"#/$defs/{kind}"} for kind in registry.kinds()]}
         return {"if": {"type": "array"}, "then": {"items": any_kind}, "else": any_kind}
     if name == "profiler":
         return {"anyOf": [{"type": "string"}, {"type": "object", "required": ["name"]}, {"enum": [None, False]}]}

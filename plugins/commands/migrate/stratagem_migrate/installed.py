@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 from stratagem.api import options as config
-from stratagem.config.settings import argument_of
+from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError
-from stratagem.stack import catalog, lightning_callbacks, registry
+from stratagem.stack import lightning_callbacks
 from stratagem_trainer.event_names import EVENTS
 
 #: Modules with the classes of each kind.
@@ -130,9 +130,9 @@ def scheduler_options() -> frozenset[str]:
 
 def refusal(argument: str, value: Any) -> str:
     """Return the error for `value` of an argument that is not a plugin; empty if it is valid."""
-    from stratagem.config.settings import CHOICES, TrainerSettings, gather
+    from stratagem.config.settings import TrainerSettings, gather
 
-    if argument in CHOICES or argument not in config.options(TrainerSettings):
+    if argument in registry.arguments() or argument not in config.options(TrainerSettings):
         return ""
     try:
         gather(TrainerSettings, {argument: value})
@@ -178,7 +178,7 @@ def plugin_options(kind: str, name: str) -> frozenset[str] | None:
 def expression(kind: str, name: str) -> str:
     """Return the expression for a plugin in a script: its class if that can be imported, else its name."""
     cls = plugin_class(kind, name)
-    by_name = f'{argument_of(kind)}="{name}"'
+    by_name = f'{registry.argument_of(kind)}="{name}"'
     return by_name if cls is None else f"stratagem.{MODULES[kind]}.{cls.__name__}"
 
 

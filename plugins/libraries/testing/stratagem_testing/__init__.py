@@ -30,6 +30,7 @@ _MODULES = {
     "CheckpointConformance": "checkpoint",
     "CallbackConformance": "events",
     "LoggerConformance": "events",
+    "ObserverConformance": "events",
 }
 
 __all__ = list(_MODULES)
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from stratagem_testing.conformance import Conformance as Conformance
     from stratagem_testing.events import CallbackConformance as CallbackConformance
     from stratagem_testing.events import LoggerConformance as LoggerConformance
+    from stratagem_testing.events import ObserverConformance as ObserverConformance
     from stratagem_testing.machine import AcceleratorConformance as AcceleratorConformance
     from stratagem_testing.machine import EnvironmentConformance as EnvironmentConformance
     from stratagem_testing.machine import LauncherConformance as LauncherConformance

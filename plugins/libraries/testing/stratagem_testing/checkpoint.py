@@ -15,8 +15,8 @@ from torch import Tensor
 
 import stratagem as sg
 from stratagem.api.kinds import CheckpointFormat
+from stratagem.discovery import catalog
 from stratagem.errors import CheckpointError
-from stratagem.stack import catalog
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of

@@ -12,7 +12,7 @@ import stratagem as sg
 from stratagem.api.capabilities import GRADIENT_BUCKETS
 from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
-from stratagem.stack import catalog
+from stratagem.discovery import catalog
 from stratagem_testing.conformance import Conformance, refusal
 from stratagem_testing.reference import Net, joined_batches, train_module_plainly
 from stratagem_testing.sharing import in_turn

@@ -11,30 +11,30 @@ from typing import Any
 
 import pytest
 
-import stratagem_testing
-from stratagem.api.kinds import KINDS
+from stratagem.discovery import registry
+from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError
-from stratagem.stack.registry import Entry
 
 _TEST = """
-from stratagem_testing import {cls}
+from {module} import {cls}
 
 class Test{cls}({cls}):
+    kind = {kind!r}
     plugin = {name!r}
     world_sizes = {world_sizes!r}
 """
 
 
 def conformance_class(kind: str) -> str:
-    """Return the name of the conformance class for `kind`.
+    """Return the conformance class for `kind`, as ``module:Class``.
 
     Raises:
         ConfigError: there is none (commands have no contract to hold).
     """
-    name = "".join(word.capitalize() for word in kind.split("_")) + "Conformance"
-    if kind not in KINDS or name not in stratagem_testing.__all__:
-        raise ConfigError(f"a {kind} has no conformance class", expected=", ".join(KINDS))
-    return name
+    kinds = registry.kinds()
+    if kind not in kinds:
+        raise ConfigError(f"a {kind} has no conformance class", expected=", ".join(kinds))
+    return kinds[kind].conformance
 
 
 def check(entry: Entry, world_sizes: Sequence[int], quiet: bool = False) -> list[dict[str, Any]]:
@@ -42,12 +42,13 @@ def check(entry: Entry, world_sizes: Sequence[int], quiet: bool = False) -> list
 
     Prints pytest's output, unless `quiet`.
     """
-    cls = conformance_class(entry.kind)
+    module, _, cls = conformance_class(entry.kind).partition(":")
     rows = _Rows()
     with tempfile.TemporaryDirectory(prefix="stratagem-check-") as folder:
         # A name of its own: pytest would take the module of an earlier check in this process.
         path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"
-        path.write_text(_TEST.format(cls=cls, name=entry.qualified_name, world_sizes=tuple(world_sizes)))
+        facts = {"module": module, "cls": cls, "kind": entry.kind, "name": entry.qualified_name}
+        path.write_text(_TEST.format(**facts, world_sizes=tuple(world_sizes)))
         options = [
             "-q",
             "-rs",

@@ -21,11 +21,11 @@ import pytest
 
 import stratagem as sg
 from stratagem.api.capabilities import Capabilities
-from stratagem.api.kinds import KINDS, keeps_state
+from stratagem.api.kinds import keeps_state
 from stratagem.api.options import convert_options, options
 from stratagem.api.redaction import redact
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.stack import registry
 from stratagem.stack.describe import check_class, option_docs
 from stratagem.stack.identity import keyed, matched
 from stratagem.stack.plugins import Choice
@@ -33,9 +33,6 @@ from stratagem_testing import state
 from stratagem_testing.processes import run_in_processes
 from stratagem_testing.sharing import Call, Recorder, Share, SharedRun
 from stratagem_testing.training import quiet
-
-#: Kinds of which a run may have several plugins of one class.
-SEVERAL = ("comm_hook", "callback", "logger")
 
 
 class Conformance:
@@ -141,7 +138,7 @@ class Conformance:
         """It resolves, its class is well formed, and every hook that it implements exists."""
         plugin = self.choice().plugin
 
-        assert isinstance(plugin, KINDS[self.kind].base)
+        assert isinstance(plugin, registry.kinds()[self.kind].base)
         assert check_class(type(plugin), self.kind) is None, check_class(type(plugin), self.kind)
         assert isinstance(plugin.capabilities, Capabilities)
 
@@ -206,7 +203,7 @@ class Conformance:
 
     def test_states_of_two_are_not_exchanged(self) -> None:
         """Two plugins of the class that differ in an option keep their state when they are listed in another order."""
-        if self.kind not in SEVERAL:
+        if not registry.kinds()[self.kind].base.identified_by_options:
             pytest.skip(f"a run has one {self.kind}")
         plugin = self._with_state()
         for method, (name, other) in itertools.product(self._state_methods(), changed(plugin)):

@@ -11,6 +11,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.api.kinds import keeps_state
+from stratagem.discovery import registry
 from stratagem.stack import lock
 from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
@@ -21,8 +22,8 @@ from stratagem_testing.training import in_empty_folder, outcome, quiet, resource
 _BATCH = 24
 
 
-class _ObserverConformance(Conformance):
-    """Checks of both kinds."""
+class ObserverConformance(Conformance):
+    """Trains with a plugin that observes training: a callback, a logger, or one of a kind that another package adds."""
 
     #: Whether the plugin changes training (early stopping, averaged weights), so that weights are not compared.
     changes_training: ClassVar[bool] = False
@@ -44,7 +45,7 @@ class _ObserverConformance(Conformance):
 
     def test_it_serves_two_runs_in_one_process(self, world_size: int) -> None:
         """The same instance works in two trainers, and no resource stays open afterwards."""
-        for first, second in self.run_in(_run_twice, world_size, self._arguments(world_size)):
+        for first, second in self.run_in(_run_twice, world_size, self._arguments(world_size), self.kind):
             for what in ("threads", "open files and ports", "process group"):
                 assert second[what] <= first[what], f"{what}: {first[what]} after one run, {second[what]} after two"
 
@@ -52,20 +53,20 @@ class _ObserverConformance(Conformance):
         """`state_dict` has plain values only, and `load_state_dict` accepts them."""
         if not keeps_state(self.choice().plugin):
             pytest.skip("it has no state")
-        before, after = self.run_in(_resume, 1, self._arguments(1))[0]
+        before, after = self.run_in(_resume, 1, self._arguments(1), self.kind)[0]
 
         assert_same(after, before)
 
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
-        name = {"callback": "callbacks"}.get(self.kind, self.kind)
-        chosen = {"accelerator": self.accelerator, "devices": world_size, name: [self.plugin]}
+        argument = registry.argument_of(self.kind)
+        chosen = {"accelerator": self.accelerator, "devices": world_size, argument: [self.plugin]}
         return quiet(self.choice().plugin) | chosen | arguments
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
         return {"accelerator": self.accelerator, "plugins": [self.plugin]} | arguments
 
 
-class CallbackConformance(_ObserverConformance):
+class CallbackConformance(ObserverConformance):
     """Trains with the callback, in one process and on two ranks.
 
     class TestMyCallback(CallbackConformance):
@@ -75,7 +76,7 @@ class CallbackConformance(_ObserverConformance):
     kind = "callback"
 
 
-class LoggerConformance(_ObserverConformance):
+class LoggerConformance(ObserverConformance):
     """Trains with the logger, in one process and on two ranks, and logs unusual metrics.
 
     class TestMyLogger(LoggerConformance):
@@ -128,12 +129,10 @@ def _raise(rank: int, size: int, choose: dict[str, Any]) -> str:
 
 
 @run_first
-def _run_twice(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
+def _run_twice(rank: int, size: int, choose: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     after_each = []
     with in_empty_folder() as folder:
-        stack = sg.Trainer(**choose).run.stack
-        plugin = (stack.callbacks or stack.loggers)[0].plugin
-        name = "callbacks" if "callbacks" in choose else "logger"
+        plugin, name = _first(sg.Trainer(**choose), kind), registry.argument_of(kind)
         for _ in range(3):
             trainer = sg.Trainer(**(choose | {name: [plugin], "default_root_dir": folder}))
             mine = share(trainer, joined_batches(2, _BATCH))
@@ -144,14 +143,18 @@ def _run_twice(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, A
     return after_each[1:]
 
 
-def _resume(rank: int, size: int, choose: dict[str, Any]) -> list[Any]:
+def _first(trainer: sg.Trainer, kind: str) -> Any:
+    """Return the first plugin of `kind` in the stack of `trainer`."""
+    return next(choice.plugin for choice in trainer.run.stack.choices() if choice.kind == kind)
+
+
+def _resume(rank: int, size: int, choose: dict[str, Any], kind: str) -> list[Any]:
     with in_empty_folder() as folder:
         states, batches = list[Any](), joined_batches(4, _BATCH)
         for epochs in (1, 1):  # nothing is left to train in the second
             trainer = sg.Trainer(**(choose | {"max_epochs": epochs, "default_root_dir": folder}))
             trainer.fit(Net(), batches, batches, ckpt_path=folder / "x.ckpt" if states else None)
-            plugin = (trainer.run.stack.callbacks or trainer.run.stack.loggers)[0].plugin
-            states.append(plugin.state_dict())
+            states.append(_first(trainer, kind).state_dict())
             trainer.save_checkpoint(folder / "x.ckpt")
         return states
 

@@ -20,8 +20,8 @@ import torch
 import stratagem as sg
 from stratagem import World
 from stratagem.api import Evidence
+from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError
-from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
 from stratagem_testing import scripts
 from stratagem_testing.conformance import Conformance

@@ -60,7 +60,7 @@ class Trainer(View):
         ConfigError, PluginError: arguments that cannot work, alone or together; before any process starts.
     """
 
-    @remember_arguments
+    @remember_arguments(TrainerSettings)
     def __init__(
         self,
         *,

@@ -9,7 +9,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.api.capabilities import ACCUMULATION, GRADIENT_BUCKETS, SHARDED_PARAMETERS
-from stratagem.stack import registry
+from stratagem.discovery import registry
 from stratagem_testing.conformance import refusal
 from stratagem_testing.precision import tolerance_of
 from stratagem_testing.reference import Net, train_module_plainly

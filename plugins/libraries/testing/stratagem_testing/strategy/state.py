@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.stack import catalog
+from stratagem.discovery import catalog
 from stratagem_testing.reference import Batch, Indexed, Net, Scheduled, data, train_module_plainly
 from stratagem_testing.strategy.base import StrategyChecks, train_and_save
 from stratagem_testing.training import QUIET, outcome, share, weights_of

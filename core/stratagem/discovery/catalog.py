@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from stratagem.config.moved_names import moved_plugin
+from stratagem.discovery.moved_names import moved_plugin
 
 
 @cache

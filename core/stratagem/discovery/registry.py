@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stratagem.discovery import catalog
 from stratagem.errors import PluginError, nearest
-from stratagem.stack import catalog
+
+if TYPE_CHECKING:
+    from stratagem.api.kinds import Kind
 
 #: Comma-separated plugin or distribution names: only these are available in this process.
 ALLOW_VARIABLE = "STRATAGEM_PLUGINS"
 #: Comma-separated plugin or distribution names that are not available in this process.
 DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
-
-#: The names of `stratagem.api.kinds.KINDS`, which takes long to import.
-KIND_NAMES = (
-    "strategy", "precision", "comm_hook", "environment", "launcher", "accelerator", "checkpoint", "callback", "logger",
-)  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -62,7 +61,50 @@ class Entry(NamedTuple):
 def entries(kind: str | None = None, hidden: bool = False) -> list[Entry]:
     """Return the installed plugins (of one `kind`), sorted; with `hidden` also those that allow and deny lists hide."""
     listed = _scan() if hidden else _visible(os.environ.get(ALLOW_VARIABLE, ""), os.environ.get(DENY_VARIABLE, ""))
-    return [entry for entry in listed if kind in (None, entry.kind)]
+    return [entry for entry in listed if (entry.kind != "kind" if kind is None else entry.kind == kind)]
+
+
+# --- Kinds -------------------------------------------------------------------------------------------------------
+
+
+def kind_names() -> list[str]:
+    """Return the names of the installed kinds of plugins, sorted; imports none."""
+    return [entry.name for entry in _scan() if entry.kind == "kind"]
+
+
+def kinds() -> dict[str, Kind]:
+    """Return the installed kinds of plugins by name, in the order in which their plugins are called."""
+    return _kinds(_generation)
+
+
+@cache
+def _kinds(generation: int) -> dict[str, Kind]:  # noqa: ARG001 - a cache's key
+    found: list[Kind] = []
+    for entry in _scan():
+        if entry.kind == "kind":
+            try:
+                found.append(entry.load())
+            except PluginError as error:  # a broken package must not touch a run that does not name it
+                warnings.warn(f"the program goes on without it: {error}", stacklevel=2)
+    return {kind.name: kind for kind in sorted(found, key=lambda kind: (kind.place, kind.name))}
+
+
+def arguments() -> dict[str, str]:
+    """Return the arguments that choose plugins, each with the kind that it chooses."""
+    return {kind.argument: kind.name for kind in kinds().values()}
+
+
+def argument_of(kind: str) -> str:
+    """Return the argument that chooses plugins of `kind`."""
+    return kinds()[kind].argument if kind in kinds() else kind
+
+
+def dotted() -> tuple[str, ...]:
+    """Return the kinds whose options can be set by a dotted name."""
+    return tuple(kind.name for kind in kinds().values() if kind.dotted)
+
+
+# --- Plugins -----------------------------------------------------------------------------------------------------
 
 
 def refresh() -> None:
@@ -109,10 +151,8 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     known = {other.lower(): package for other, package in catalog.providers(kind).items()}
     if package := known.get(wanted):
         return PluginError(f"{kind} {name!r} is not installed", do=f"run `pip install {package}`")
-    from stratagem.config.settings import CHOICES, argument_of
-
-    kinds = (entry.kind for entry in entries() if entry.name.lower() == wanted and entry.kind in CHOICES.values())
-    elsewhere = next(kinds, "")
+    others = (entry.kind for entry in entries() if entry.name.lower() == wanted and entry.kind in kinds())
+    elsewhere = next(others, "")
     near = nearest(name, [*installed, *known])
     begins = any(other.startswith(wanted) for other in (*installed, *known))  # comm hook "fp16" is not a precision
     moved = "" if begins and catalog.is_dtype(wanted) and kind != "precision" else catalog.moved(wanted)
@@ -184,8 +224,8 @@ def _visible(allow: str, deny: str) -> tuple[Entry, ...]:
     found = []
     for entry in _scan():
         titles = _titles(entry)
-        # The allow list limits runs. Commands stay available, to find out what a run lacks.
-        if not titles & denied and (not allowed or titles & allowed or entry.kind == "command"):
+        # The allow list limits runs. Commands and kinds stay available, to find out what a run lacks.
+        if not titles & denied and (not allowed or titles & allowed or entry.kind in ("command", "kind")):
             found.append(entry)
     return tuple(found)
 

@@ -1,0 +1,1 @@
+"""What is installed: plugins, kinds of plugins, and the names that other trainers have for them."""
