@@ -17,10 +17,10 @@ import torch
 import stratagem as sg
 from stratagem.api.options import options
 from stratagem.cli import parser
-from stratagem.config.settings import TrainerSettings
 from stratagem.discovery import catalog, moved_names, registry
 from stratagem.discovery.moved_names import table
 from stratagem_testing import scripts
+from stratagem_trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = set(options(TrainerSettings))

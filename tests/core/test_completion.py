@@ -12,12 +12,13 @@ import pytest
 import stratagem as sg
 from stratagem.api.options import options
 from stratagem.api.trainer_view import TrainerView
-from stratagem.config.settings import RunSettings, TrainerSettings
+from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem.stack.describe import option_docs
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.settings import TrainerSettings
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: Arguments that may be anything.

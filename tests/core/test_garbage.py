@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import stratagem as sg
 from stratagem.api.options import options
-from stratagem.config.settings import TrainerSettings
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
+from stratagem_trainer.settings import TrainerSettings
 
 CPU = {"accelerator": "cpu"}
 

@@ -11,10 +11,10 @@ import torch
 
 import stratagem as sg
 from stratagem.api.options import option_types, options
-from stratagem.config.settings import TrainerSettings
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
+from stratagem_trainer.settings import TrainerSettings
 
 HOSTILE = {
     "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "-1": -1, "-0.5": -0.5, "1e400": 10**400,

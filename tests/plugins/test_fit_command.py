@@ -18,10 +18,11 @@ import yaml
 
 import stratagem as sg
 from stratagem.cli import main
-from stratagem.config.settings import TrainerSettings, gather, option_names
+from stratagem.config.settings import gather, option_names
 from stratagem.config.sources import Source
 from stratagem.stack.formats import read_any
 from stratagem_testing.scripts import run as run_script
+from stratagem_trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "run-files.md"

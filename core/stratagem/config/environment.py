@@ -5,15 +5,22 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from stratagem.config.settings import RunSettings, option_names
 from stratagem.config.sources import PREFIX, Source
 from stratagem.discovery import registry
+from stratagem.discovery.moved_names import moved_argument
 from stratagem.errors import ConfigError
 
 
-def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
-    """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``."""
+def from_environment(settings: type[RunSettings], variables: Mapping[str, str] = os.environ) -> Source:
+    """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``.
+
+    Args:
+        settings: the class that has the arguments, to tell a name that is misspelt.
+    """
+    arguments = option_names(settings)
     layer = Source("environment", text=True)
     for variable, text in sorted(variables.items()):
         name = variable.removeprefix(PREFIX)
@@ -28,15 +35,13 @@ def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
                 layer.set(f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
                 break
         else:
-            _check_not_misspelt(variable, name)
-    _warn_of_lightning(variables)
+            _check_not_misspelt(variable, name, arguments)
+    _warn_of_lightning(variables, arguments)
     return layer
 
 
 def warn_of_trainer_variables(variables: Mapping[str, str] = os.environ) -> None:
     """Warn of variables with arguments of a `Trainer`, which a `Run` does not read."""
-    from stratagem.config.settings import RunSettings, option_names
-
     prefix = f"{PREFIX}TRAINER_"
     known = option_names(RunSettings)
     for variable in sorted(variables):
@@ -48,11 +53,9 @@ def warn_of_trainer_variables(variables: Mapping[str, str] = os.environ) -> None
             )
 
 
-def _check_not_misspelt(variable: str, name: str) -> None:
+def _check_not_misspelt(variable: str, name: str, arguments: Collection[str]) -> None:
     """Refuse a variable that looks like a misspelt argument or option."""
-    from stratagem.config.settings import TrainerSettings, option_names
-
-    if name.lower() in option_names(TrainerSettings) and name != "PLUGINS":  # the list of allowed plugins
+    if name.lower() in arguments and name != "PLUGINS":  # the list of allowed plugins
         raise ConfigError(f"the variable {variable} is set, which nothing reads", do=f"use {PREFIX}TRAINER_{name}")
     if name.startswith("CALLBACK_"):
         raise ConfigError(
@@ -68,11 +71,8 @@ def _check_not_misspelt(variable: str, name: str) -> None:
         )
 
 
-def _warn_of_lightning(variables: Mapping[str, str]) -> None:
+def _warn_of_lightning(variables: Mapping[str, str], arguments: Collection[str]) -> None:
     """Warn of variables that Lightning reads and stratagem does not; only on local rank 0."""
-    from stratagem.config.settings import TrainerSettings, option_names
-    from stratagem.discovery.moved_names import moved_argument
-
     if variables.get("LOCAL_RANK", "0") != "0":
         return
     for variable in sorted(variables):
@@ -80,7 +80,7 @@ def _warn_of_lightning(variables: Mapping[str, str]) -> None:
             advice = "call stratagem.seed_everything(number), or set STRATAGEM_SEED"
         elif variable.startswith("PL_TRAINER_") or variable in _LIGHTNING_RUN:
             name = variable.removeprefix("PL_TRAINER_").removeprefix("LT_")
-            known = name.lower() in option_names(TrainerSettings)
+            known = name.lower() in arguments
             advice = f"set {PREFIX}TRAINER_{name}" if known else moved_argument(name.lower()) or "unset it"
         else:
             continue

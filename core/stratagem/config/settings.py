@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -13,12 +12,7 @@ from attrs import define, field, frozen
 from stratagem.api.options import build, convert_options, option_types
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import (
-    accumulation,
     at_least,
-    at_least_or_unlimited,
-    batch_limit,
-    duration_or_text,
-    more_than,
 )
 from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
@@ -90,6 +84,19 @@ class RunSettings:
         """Whether this run may write files that no argument requests explicitly."""
         return True
 
+    def add_to(self, stack: Any, chooser: Any) -> None:
+        """Add the plugins that these arguments stand for beside those of the engine's kinds; called by the resolver.
+
+        Args:
+            stack: a `stratagem.stack.plugins.Stack`, with the callbacks for ``compile=`` and its like.
+            chooser: the `stratagem.stack.resolver.Chooser` of the run.
+        """
+        stack.callbacks = [*chooser.many("callback", ()), *stack.callbacks]
+
+    def needs(self) -> dict[str, str]:
+        """Return the capabilities that arguments need, each with the argument, for messages."""
+        return {}
+
     @property
     def plugin_arguments(self) -> frozenset[str]:
         """The names of the arguments that choose plugins."""
@@ -101,76 +108,6 @@ class RunSettings:
     origins: dict[str, str] = field(factory=dict, init=False, repr=False)
     #: Plugin options by kind and name; filled by `gather`.
     options: dict[str, dict[str, PluginOption]] = field(factory=dict, init=False, repr=False)
-
-
-@define(eq=False, repr=False, kw_only=True)
-class TrainerSettings(RunSettings):
-    """The arguments of a `Trainer`: those of a run, and those of its loops."""
-
-    for_trainer: ClassVar[bool] = True
-    #: Callbacks, called in this order.
-    callbacks: Any = ()
-    #: The loggers, one or several; True is the default logger, False means none.
-    logger: Any = True
-    #: The number of epochs; -1 trains until max_steps, max_time or should_stop.
-    max_epochs: int | None = field(default=None, validator=at_least_or_unlimited(0))
-    #: Epochs before which only max_epochs and max_steps end training.
-    min_epochs: int | None = field(default=None, validator=at_least(0))
-    #: Optimizer steps before which only max_epochs and max_steps end training.
-    min_steps: int | None = field(default=None, validator=at_least(0))
-    #: The most optimizer steps; -1 means no limit.
-    max_steps: int = field(default=-1, validator=at_least_or_unlimited(0))
-    #: The longest time to train: seconds, a timedelta, or "DD:HH:MM:SS".
-    max_time: timedelta | dict[str, float] | str | None = field(default=None, validator=duration_or_text)
-    #: Batches per optimizer step; ``{0: 8, 5: 4}`` accumulates 8 until epoch 5, and 4 from then on.
-    accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
-    #: Divide the gradients of an epoch's last batches, if fewer than `accumulate_grad_batches`, by their own number.
-    average_short_window: bool = True
-    #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
-    gradient_clip_val: float | None = field(default=None, validator=more_than(0))
-    #: "norm" limits the norm of all gradients together, "value" limits each number.
-    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    #: Training batches per epoch: a count (int), or a share of the loader (float).
-    limit_train_batches: int | float | None = field(default=None, validator=batch_limit)
-    #: Validation batches of each loader: a count (int), or a share of the loader (float).
-    limit_val_batches: int | float | None = field(default=None, validator=batch_limit)
-    #: Test batches of each loader: a count (int), or a share of the loader (float).
-    limit_test_batches: int | float | None = field(default=None, validator=batch_limit)
-    #: Prediction batches of each loader: a count (int), or a share of the loader (float).
-    limit_predict_batches: int | float | None = field(default=None, validator=batch_limit)
-    #: Validate every n batches (int), or after each such share of an epoch (float).
-    val_check_interval: int | float = field(default=1.0, validator=batch_limit)
-    #: Validate in every nth epoch; None counts the batches of `val_check_interval` over epochs.
-    check_val_every_n_epoch: int | None = field(default=1, validator=at_least(1))
-    #: Make the loaders of the module or the data module again for every nth epoch; 0 makes them once.
-    reload_dataloaders_every_n_epochs: int = field(default=0, validator=at_least(0))
-    #: Validation batches that run before training, to find errors early; -1 means all.
-    num_sanity_val_steps: int = field(default=2, validator=at_least_or_unlimited(0))
-    #: Optimizer steps between two rows of step metrics; the first and the last step of a fit have a row, too.
-    log_every_n_steps: int = field(default=50, validator=at_least(1))
-    #: Add a callback that shows progress, and metrics logged with ``prog_bar=True``, unless `callbacks` has one.
-    enable_progress_bar: bool = True
-    #: Add a callback that saves a checkpoint after validation, or after each epoch, unless `callbacks` has one.
-    enable_checkpointing: bool = True
-    #: Print the layers and their parameters when a fit begins; by default if the output is a terminal.
-    enable_model_summary: bool | None = None
-    #: Measure time: ``"simple"`` selects the callback with that name and the suffix ``_profiler``.
-    profiler: Any = None
-    #: Run this many batches of training, validation, test and prediction, and write no files.
-    fast_dev_run: bool | int = field(default=False, validator=at_least(0))
-    #: Train on this many batches (int), or this share (float); the same batches in every epoch.
-    overfit_batches: int | float = field(default=0, validator=batch_limit)
-    #: Raise an error at the operation that makes a gradient NaN; slow.
-    detect_anomaly: bool = False
-    #: Validate, test and predict under `torch.inference_mode` instead of `torch.no_grad`; not within a fit, nor with
-    #: sharded strategies.
-    inference_mode: bool = True
-    #: Run the loop only: no logger, progress bar, checkpoints, lock file or sanity check.
-    barebones: bool = False
-
-    @property
-    def writes_files(self) -> bool:
-        return not (self.barebones or self.fast_dev_run)
 
 
 def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ()) -> S:

@@ -22,10 +22,10 @@ def default(role: str) -> str:
     return name
 
 
-def automatic(trains: bool) -> list[str]:
-    """Return the names of the callbacks of every run, where they are installed; also those of a trainer's."""
-    groups: dict[str, list[str]] = _catalog()["automatic"]
-    return groups["callback"] + (groups["trainer_callback"] if trains else [])
+def automatic(group: str) -> list[str]:
+    """Return the names of the callbacks of every run ("callback"), or of every fit ("trainer_callback")."""
+    names: list[str] = _catalog()["automatic"][group]
+    return names
 
 
 def moved(name: str) -> str:

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE, MULTI_PROCESS, Capabilities
+from stratagem.api.capabilities import MULTI_PROCESS, Capabilities
 from stratagem.api.kinds import Plugin
-from stratagem.discovery import catalog, registry
-from stratagem.errors import ConfigError, PluginError, nearest, shown
+from stratagem.discovery import registry
+from stratagem.errors import ConfigError, PluginError, nearest
 from stratagem.stack.construction import make
 from stratagem.stack.misspelled import warn_of_misspelled_hooks
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
@@ -98,47 +98,6 @@ def check_order(stack: Stack) -> None:
             )
 
 
-#: Arguments that add a callback, and the role of that callback in the catalog.
-SWITCHES = {
-    "enable_progress_bar": "progress", "enable_checkpointing": "checkpointing", "enable_model_summary": "summary",
-}  # fmt: skip
-
-
-def check_switches(settings: Any, stack: Stack, listed: Sequence[Choice]) -> None:
-    """Refuse a callback or a logger of `listed`, or an argument for one, that another argument switches off."""
-    bare = getattr(settings, "barebones", False)
-    for switch in SWITCHES:
-        if bare and getattr(settings, switch, None) and switch in settings.origins:
-            raise _contradiction(settings, "barebones", f"{switch} is True ({settings.origins[switch]})")
-        if listed and (bare or getattr(settings, switch, None) is False):
-            left_out = switched_off(switch)
-            for choice in listed:
-                if choice.kind == "callback" and isinstance(choice.plugin, left_out):
-                    raise _contradiction(settings, "barebones" if bare else switch, f"{choice} is listed")
-    if bare and "logger" in settings.origins and settings.logger not in (None, False):
-        raise _contradiction(
-            settings, "barebones", f"logger is {shown(settings.logger)} ({settings.origins['logger']})"
-        )
-    if stack.loggers and (bare or getattr(settings, "logger", None) is False):
-        raise _contradiction(settings, "barebones" if bare else "logger", f"{stack.loggers[0]} is listed")
-
-
-def switched_off(switch: str) -> tuple[type[Any], ...]:
-    """Return the class of callbacks that argument `switch` leaves out; () for other arguments."""
-    name = catalog.default(SWITCHES[switch]) if switch in SWITCHES else None
-    return tuple(entry.load() for entry in registry.entries("callback") if entry.name == name)[:1]
-
-
-def _contradiction(settings: Any, switch: str, other: str) -> ConfigError:
-    """Return the error for argument `switch`, which excludes what `other` states."""
-    origin = f" ({settings.origins[switch]})" if switch in settings.origins else ""
-    return ConfigError(
-        f"{switch} is {getattr(settings, switch)}{origin}, and {other}",
-        expected="one of the two",
-        do=f"drop {switch}, or the other",
-    )
-
-
 def check_sync_batchnorm(settings: Any, stack: Stack) -> None:
     """Refuse `sync_batchnorm` under a strategy with several devices in one process."""
     if getattr(settings, "sync_batchnorm", False) and len(stack.devices) > stack.num_processes:
@@ -167,11 +126,7 @@ def needs_of(settings: Any, stack: Stack) -> dict[str, str]:
     running = stack.environment.plugin.local_processes() or 1
     if stack.num_processes * stack.num_nodes > 1 or running > 1:
         needs[MULTI_PROCESS] = f"devices={settings.devices!r} with num_nodes={stack.num_nodes}"
-    if getattr(settings, "gradient_clip_val", None) is not None:
-        word = CLIP_BY_NORM if settings.gradient_clip_algorithm == "norm" else CLIP_BY_VALUE
-        needs[word] = f"gradient_clip_val={settings.gradient_clip_val!r} by {settings.gradient_clip_algorithm}"
-    if getattr(settings, "accumulate_grad_batches", 1) != 1:
-        needs[ACCUMULATION] = f"accumulate_grad_batches={settings.accumulate_grad_batches}"
+    needs.update(settings.needs())
     return needs
 
 

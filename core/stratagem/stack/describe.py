@@ -16,8 +16,6 @@ from stratagem.api.kinds import Environment, Plugin
 from stratagem.api.options import describe as describe_type
 from stratagem.api.options import option_types, options
 from stratagem.api.redaction import redact
-from stratagem.config.settings import TrainerSettings
-from stratagem.config.sources import program
 from stratagem.discovery import registry
 from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError, StratagemError, nearest, shown
@@ -176,30 +174,6 @@ def unread_arguments(stack: Stack, settings: RunSettings, words: Sequence[str]) 
     return sentences
 
 
-def cli_help(settings: TrainerSettings) -> str:
-    """Return the help of `Trainer.from_cli`: its arguments, and the options of the plugins that `settings` choose."""
-    from stratagem.stack.resolver import resolve
-
-    lines = [f"usage: {program()} [--config FILE] [--ARGUMENT VALUE] [--KIND.OPTION VALUE]", "", "arguments:"]
-    docs, types = option_docs(type(settings)), option_types(type(settings))
-    for name, option in options(type(settings)).items():
-        lines += _help_lines(f"--{name}", describe_type(types[name]), _default(option), docs.get(name, ""))
-    for choice in resolve(settings).choices():
-        cls = type(choice.plugin)
-        if choice.kind in registry.dotted() and options(cls):
-            lines += ["", f"options of {choice}:"]
-            for name, option in options(cls).items():
-                value = shown(redact(name, getattr(choice.plugin, option.name)), None)
-                doc = option_docs(cls).get(option.name, "")
-                lines += _help_lines(f"--{choice.kind}.{name}", describe_type(option_types(cls)[name]), value, doc)
-    return "\n".join(lines)
-
-
-def _help_lines(flag: str, kind: str, default: str, doc: str) -> list[str]:
-    heading = wrapped(f"{flag} ({kind}; default {_as_written(default)})", "  ", "      ")
-    return [heading, *([wrapped(doc, "      ")] if doc else [])]
-
-
 def check_entry(entry: Entry) -> str | None:
     """Return one sentence about what is wrong with an installed plugin; None if nothing is."""
     try:
@@ -270,7 +244,7 @@ def render(description: dict[str, Any]) -> str:
     if description["options"]:
         lines.append(bold("options:"))
         for option in description["options"]:
-            head = f"{option['name']} = {_as_written(option['default'])}  ({option['type']})"
+            head = f"{option['name']} = {as_written(option['default'])}  ({option['type']})"
             lines.append(wrapped(head, "  ", "      "))
             lines += [wrapped(option["doc"], "      ")] if option["doc"] else []
     for title in ("provides", "requires", "conflicts", "answers", "wraps", "acts"):
@@ -279,13 +253,13 @@ def render(description: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _as_written(default: str) -> str:
+def as_written(default: str) -> str:
     """Return a default as it is written on a command line and in a run file."""
     return {"True": "true", "False": "false", "None": "not set"}.get(default, default)
 
 
 def _option(cls: type[Any], name: str, field: attrs.Attribute[Any], preset: Any) -> dict[str, str]:
-    default = _default(field) if preset is None else shown(getattr(preset, field.name), None)
+    default = default_text(field) if preset is None else shown(getattr(preset, field.name), None)
     return {
         "name": name,
         "type": describe_type(option_types(cls)[name]),
@@ -294,7 +268,7 @@ def _option(cls: type[Any], name: str, field: attrs.Attribute[Any], preset: Any)
     }
 
 
-def _default(field: attrs.Attribute[Any]) -> str:
+def default_text(field: attrs.Attribute[Any]) -> str:
     if field.default is attrs.NOTHING:
         return "(required)"
     default: Any = field.default

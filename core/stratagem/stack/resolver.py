@@ -6,7 +6,6 @@ no plugin by name (`catalog.toml` has the defaults).
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import attrs
 
 from stratagem.api.items import as_list, is_list
-from stratagem.api.kinds import Plugin, has_role
+from stratagem.api.kinds import Plugin
 from stratagem.api.options import check
 from stratagem.config.compilation import compile_options
 from stratagem.config.devices import devices_of_processes, parse_devices
@@ -22,12 +21,10 @@ from stratagem.config.settings import PluginOption
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
 from stratagem.stack.checks import (
-    SWITCHES,
     check_absorbed,
     check_capabilities,
     check_hooks,
     check_order,
-    check_switches,
     check_sync_batchnorm,
     needs_of,
 )
@@ -46,7 +43,7 @@ def resolve(settings: Any) -> Stack:
     """
     for remark in registry.list_remarks():
         warnings.warn(remark, stacklevel=2)
-    chooser = _Chooser(settings)
+    chooser = Chooser(settings)
     accelerator = chooser.one("accelerator", settings.accelerator) or chooser.refine(detect_accelerator())
     environment = chooser.one("environment", settings.environment) or chooser.refine(detect_environment())
     given = settings.devices is not None and settings.devices != "auto"
@@ -71,13 +68,10 @@ def resolve(settings: Any) -> Stack:
         launcher=_launcher(chooser, settings, strategies[-1]),
         accelerator=accelerator,
         checkpoint=_checkpoint(chooser, settings, strategies[-1]),
-        callbacks=(listed := chooser.many("callback", getattr(settings, "callbacks", ())))
-        + _profiler(settings, chooser)
-        + _transforms(settings)
-        + _standard_callbacks(settings),
-        loggers=_loggers(settings, chooser),
+        callbacks=_transforms(settings),
+        loggers=[],
         others=[*chooser.extras["plugin"], *_added(chooser, settings)],
-        automatic=_automatic_callbacks(settings) + _environment_callbacks(settings, environment, chooser),
+        automatic=automatic_callbacks(settings, "callback"),
         devices=devices,
         devices_given=given,
         num_nodes=num_nodes,
@@ -85,41 +79,20 @@ def resolve(settings: Any) -> Stack:
         precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies)
         and not precision.plugin.replaces_layers,
     )
+    settings.add_to(stack, chooser)
     chooser.check_all_used()
     check_absorbed(stack)
     check_order(stack)
-    check_switches(settings, stack, listed)
     check_sync_batchnorm(settings, stack)
     check_capabilities(stack, needs_of(settings, stack))
     check_hooks(stack)
     return stack
 
 
-def with_callbacks(stack: Stack, settings: Any, values: Any) -> list[Choice]:
-    """Return the callbacks of `stack` with `values` (one or a list, as for ``callbacks=``) added.
-
-    One of `values` replaces those of its class, and of classes that its class derives from. Callbacks that keep
-    checkpoints stay last.
-
-    Raises:
-        ConfigError, PluginError: no such callback, or one that cannot be combined with the stack.
-    """
-    chooser = _Chooser(settings)
-    chooser.extras, chooser.options = {kind: [] for kind in chooser.extras}, {}
-    added = chooser.many("callback", values)
-    kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
-    callbacks = sorted([*kept, *added], key=lambda choice: has_role(choice.plugin, "best-checkpoint"))
-    changed = attrs.evolve(stack, callbacks=callbacks)
-    check_switches(settings, changed, added)
-    check_capabilities(changed, {})
-    check_hooks(changed)
-    return callbacks
-
-
 # --- Choosing ----------------------------------------------------------------------------------------------------
 
 
-class _Chooser:
+class Chooser:
     """Turns the arguments for a kind into choices; `plugins=` adds to every kind."""
 
     def __init__(self, settings: Any) -> None:
@@ -280,7 +253,7 @@ _OF_STACK = {
 }  # fmt: skip
 
 
-def _added(chooser: _Chooser, settings: Any) -> list[Choice]:
+def _added(chooser: Chooser, settings: Any) -> list[Choice]:
     """Return the plugins of the kinds that other packages add: those that the user chose, else the kind's default."""
     choices = []
     for kind in registry.kinds().values():
@@ -300,15 +273,15 @@ def _several(kind: str, choices: list[Choice]) -> ConfigError:
     return ConfigError(f"{kind} is chosen more than once: {names}", expected=f"one {kind}", do="drop the others")
 
 
-def _launcher(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
+def _launcher(chooser: Chooser, settings: Any, strategy: Choice) -> Choice:
     return _for_strategy(chooser, "launcher", settings.launcher, strategy, strategy.plugin.default_launcher())
 
 
-def _checkpoint(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
+def _checkpoint(chooser: Chooser, settings: Any, strategy: Choice) -> Choice:
     return _for_strategy(chooser, "checkpoint", settings.checkpoint, strategy, strategy.plugin.default_checkpoint())
 
 
-def _comm_hooks(chooser: _Chooser, settings: Any, strategy: Choice) -> list[Choice]:
+def _comm_hooks(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choice]:
     asked, wanted = chooser.many("comm_hook", settings.comm_hook), strategy.plugin.default_comm_hooks()
     if asked and wanted:
         raise ConfigError(
@@ -319,7 +292,7 @@ def _comm_hooks(chooser: _Chooser, settings: Any, strategy: Choice) -> list[Choi
     return asked or [attrs.evolve(choice, reason=reason) for choice in chooser.many("comm_hook", wanted or None)]
 
 
-def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None) -> Choice:
+def _for_strategy(chooser: Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None) -> Choice:
     """Return the plugin of `kind` that the user chose, else the one that `strategy` needs, else the default."""
     asked = chooser.one(kind, value)
     if asked is None and wanted is None:
@@ -334,27 +307,12 @@ def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wa
     return asked
 
 
-def _standard_callbacks(settings: Any) -> list[Choice]:
-    quiet = getattr(settings, "barebones", False)
-    choices = []
-    for switch, role in SWITCHES.items():
-        value = getattr(settings, switch, False)
-        if not (sys.stdout.isatty() if value is None else value) or quiet:
-            continue
-        if role == "checkpointing" and settings.fast_dev_run:
-            continue
-        entry = registry.find("callback", catalog.default(role))
-        if not _is_listed(entry, settings):
-            choices.append(default("callback", role, f"{switch}=True"))
-    return choices
-
-
-def _automatic_callbacks(settings: Any) -> list[Choice]:
-    """Return the callbacks that the catalog has in every run, if they are installed and the user lists none of them."""
-    names = catalog.automatic(trains=not getattr(settings, "barebones", True))  # a `Run` has no such setting
+def automatic_callbacks(settings: Any, group: str) -> list[Choice]:
+    """Return the callbacks of a `group` of the catalog that are installed and that the user does not list."""
+    names = catalog.automatic(group)
     choices = []
     for entry in registry.entries("callback"):
-        if entry.name in names and not _is_listed(entry, settings):
+        if entry.name in names and not is_listed(entry, settings):
             try:
                 plugin = make(entry, {})
             except PluginError as error:  # a broken package must not touch a run that does not name it
@@ -362,22 +320,6 @@ def _automatic_callbacks(settings: Any) -> list[Choice]:
                 continue
             reason = "in every run where it is installed"
             choices.append(Choice(kind="callback", name=entry.name, plugin=plugin, reason=reason, entry=entry))
-    return choices
-
-
-def _environment_callbacks(settings: Any, environment: Choice, chooser: _Chooser) -> list[Choice]:
-    """Return the callbacks that `environment` adds to a `Trainer`, but for those that the user lists."""
-    choices: list[Choice] = []
-    if getattr(settings, "barebones", True):  # a `Run` has no such setting
-        return choices
-    for value in environment.plugin.default_callbacks():
-        try:
-            choice = chooser.default_callback(value)
-        except PluginError as error:  # the user did not ask for it
-            warnings.warn(f"{environment} adds a callback, and the run goes on without it: {error}", stacklevel=2)
-            continue
-        if choice.entry is None or not _is_listed(choice.entry, settings):
-            choices.append(attrs.evolve(choice, reason=f"{environment} adds it"))
     return choices
 
 
@@ -399,14 +341,14 @@ def _transforms(settings: Any) -> list[Choice]:
     if settings.sync_batchnorm:
         choices.append(default("callback", "sync_batchnorm", "sync_batchnorm=True"))
     for choice in choices:
-        if choice.entry is not None and _is_listed(choice.entry, settings):
+        if choice.entry is not None and is_listed(choice.entry, settings):
             raise ConfigError(
                 f"{choice.name} is set, and {choice} is listed", expected="one of the two", do="drop the argument"
             )
     return choices
 
 
-def _is_listed(entry: registry.Entry, settings: Any) -> bool:
+def is_listed(entry: registry.Entry, settings: Any) -> bool:
     """Whether the user lists the callback of `entry`, or one of a class derived from it."""
     listed = [*as_list(getattr(settings, "callbacks", ())), *as_list(settings.plugins)]
     return any(_names(value, entry) for value in listed)
@@ -425,38 +367,6 @@ def _names(value: Any, entry: registry.Entry) -> bool:
             return True
         return any(issubclass(other.load(), entry.load()) for other in chosen)
     return any(_entry_of("callback", cls)[1] == entry for cls in type(value).__mro__)
-
-
-def _profiler(settings: Any, chooser: _Chooser) -> list[Choice]:
-    """Return the callback that ``profiler=`` selects."""
-    value = getattr(settings, "profiler", None)
-    if value is None or value is False:
-        return []
-    if isinstance(value, str):
-        value = {"name": value}
-    if isinstance(value, Mapping):
-        known = [entry.name.removesuffix("_profiler") for entry in registry.entries("callback")
-                 if entry.name.endswith("_profiler")]  # fmt: skip
-        name = value.get("name")
-        if not isinstance(name, str) or name.lower() not in known:
-            raise ConfigError(
-                f"profiler is {shown(name if isinstance(name, str) else value)}",
-                expected=f"{' or '.join(map(repr, known)) or 'an installed one'}, or an instance of stratagem.Callback",
-                do=nearest(str(name), known),
-            )
-        value = {**value, "name": f"{name}_profiler"}
-    return chooser.many("callback", value, "profiler")
-
-
-def _loggers(settings: Any, chooser: _Chooser) -> list[Choice]:
-    value = getattr(settings, "logger", False)
-    quiet = getattr(settings, "barebones", False) or getattr(settings, "fast_dev_run", False)
-    if quiet:
-        value = False if isinstance(value, bool) or getattr(settings, "fast_dev_run", False) else value
-    if isinstance(value, bool):
-        extras = chooser.extras["logger"]
-        return extras if extras or not value else [chooser.refine(default("logger", "logger", "logger=True"))]
-    return chooser.many("logger", value)
 
 
 def _devices(settings: Any, accelerator: Choice, environment: Choice, *, one_each: bool) -> tuple[int, ...]:

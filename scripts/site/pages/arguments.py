@@ -11,8 +11,9 @@ import attrs
 import stratagem as sg
 from pages.classes import members
 from pages.text import code_span, option
-from stratagem.config.settings import RunSettings, TrainerSettings
+from stratagem.config.settings import RunSettings
 from stratagem.stack.describe import option_docs
+from stratagem_trainer.settings import TrainerSettings
 
 PLUGINS = """
 `NameOr[Strategy]` stands for a plugin in one of three forms: its name, a mapping with its `name` and its options, or

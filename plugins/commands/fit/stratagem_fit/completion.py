@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from stratagem.api import Command
 from stratagem.api.options import option_types
-from stratagem.config.settings import TrainerSettings
 from stratagem.discovery import registry
 from stratagem_fit.chosen_options import COMMANDS, of_chosen, options_by_choice
+from stratagem_trainer.settings import TrainerSettings
 
 SHELLS = ("bash", "zsh", "fish")
 

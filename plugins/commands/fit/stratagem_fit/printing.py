@@ -12,7 +12,7 @@ from typing import Any
 from stratagem.api.options import convert, option_types
 from stratagem.api.redaction import redact
 from stratagem.config.environment import from_environment
-from stratagem.config.settings import PluginOption, TrainerSettings, gather
+from stratagem.config.settings import PluginOption, gather
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem_fit.job import Job
@@ -20,6 +20,7 @@ from stratagem_fit.plans import Plan, find
 from stratagem_fit.runfile import parse_text
 from stratagem_fit.schema import class_of
 from stratagem_fit.signatures import parameters
+from stratagem_trainer.settings import TrainerSettings
 
 #: Marks a value that a run file cannot express.
 _UNSUPPORTED = object()
@@ -102,7 +103,7 @@ def _path_of(value: Any) -> Any:
 
 def _trainer(job: Job) -> dict[str, Any]:
     file, line = job.file.trainer
-    settings = gather(TrainerSettings, {}, [file, from_environment(), line])
+    settings = gather(TrainerSettings, {}, [file, from_environment(TrainerSettings), line])
     arguments: dict[str, Any] = {}
     for name in option_types(TrainerSettings):
         value = getattr(settings, name)

@@ -11,10 +11,11 @@ from attrs import define, field, frozen
 
 from stratagem.api.options import convert
 from stratagem.api.paths import as_path
-from stratagem.config.settings import TrainerSettings, option_names
+from stratagem.config.settings import option_names
 from stratagem.config.sources import Source, from_file
 from stratagem.discovery.moved_names import moved_argument
 from stratagem.errors import ConfigError, nearest
+from stratagem_trainer.settings import TrainerSettings
 
 #: The top-level keys of a run file.
 SECTIONS = ("seed", "model", "data", "trainer", "ckpt_path")

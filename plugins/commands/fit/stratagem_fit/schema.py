@@ -17,9 +17,9 @@ import attrs
 
 from stratagem.api import Command
 from stratagem.api.options import option_types, options
-from stratagem.config.settings import TrainerSettings
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
+from stratagem_trainer.settings import TrainerSettings
 
 #: Arguments of the Trainer that accept several plugins of a kind.
 _SEVERAL = {argument for argument, kind in registry.arguments().items() if not registry.kinds()[kind].single}

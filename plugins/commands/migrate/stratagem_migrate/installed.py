@@ -130,7 +130,8 @@ def scheduler_options() -> frozenset[str]:
 
 def refusal(argument: str, value: Any) -> str:
     """Return the error for `value` of an argument that is not a plugin; empty if it is valid."""
-    from stratagem.config.settings import TrainerSettings, gather
+    from stratagem.config.settings import gather
+    from stratagem_trainer.settings import TrainerSettings
 
     if argument in registry.arguments() or argument not in config.options(TrainerSettings):
         return ""

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import StratagemError
-from stratagem.stack.checks import switched_off
 from stratagem_testing.reference import Batch, part
+from stratagem_trainer.settings import switched_off
 
 #: Arguments of a trainer that writes no files and prints nothing.
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}

@@ -10,9 +10,9 @@ from stratagem.api.trainer_view import TrainerState
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
     from stratagem_trainer.fit_state import FitState
+    from stratagem_trainer.settings import TrainerSettings
 
 
 def _of_settings(name: str) -> Any:

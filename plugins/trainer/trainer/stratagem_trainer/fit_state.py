@@ -18,9 +18,9 @@ from stratagem_trainer.progress import Position
 if TYPE_CHECKING:
     from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.api.trainer_view import TrainerView
-    from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
     from stratagem_trainer.batches import ResumableBatches
+    from stratagem_trainer.settings import TrainerSettings
 
 
 #: How long a rank that calls a collective operation of the trainer waits for the others before it reports that it is

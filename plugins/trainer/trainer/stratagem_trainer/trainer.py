@@ -13,12 +13,11 @@ from stratagem.api.callback_log import let_log
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.config.arguments import remember_arguments
 from stratagem.config.environment import from_environment
-from stratagem.config.settings import TrainerSettings, gather
+from stratagem.config.settings import gather
 from stratagem.config.sources import Source, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.context import Context
-from stratagem.stack.resolver import with_callbacks
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.events import Events
 from stratagem_trainer.fit_state import FitState
@@ -27,6 +26,7 @@ from stratagem_trainer.interrupt import shorten_traceback, watch_uncaught
 from stratagem_trainer.module import Module, original, overrides
 from stratagem_trainer.module_checks import check_instance, check_signature, require
 from stratagem_trainer.progress import Position
+from stratagem_trainer.settings import TrainerSettings, with_callbacks
 from stratagem_trainer.view import View
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Trainer(View):
             files += [from_file(config)] if config is not None else []
             if not wants_help:
                 return cls.from_sources([*files, line])
-            from stratagem.stack.describe import cli_help
+            from stratagem_trainer.command_line import cli_help
 
             print(cli_help(gather(TrainerSettings, {}, _with_environment([*files, line]))))
         except StratagemError as error:
@@ -406,4 +406,4 @@ class Trainer(View):
 def _with_environment(sources: Sequence[Source]) -> list[Source]:
     """Put the environment where it belongs: over files, under a command line."""
     files = [source for source in sources if not source.text]
-    return [*files, from_environment(), *(source for source in sources if source.text)]
+    return [*files, from_environment(TrainerSettings), *(source for source in sources if source.text)]
