@@ -101,7 +101,7 @@ def test_two_processes_train_as_one_does(name, arguments):
     assert relative_difference(first, alone) < 1e-3  # a gradient that differs in its last bit may get another code
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", {"name": "fp8", "emulate": True}])
 def test_under_other_precisions(precision):
     _, plain = fit(WidePlain)
     _, module = fit(precision=precision)

@@ -84,7 +84,7 @@ def test_with_another_precision():
     assert 1e-6 < relative_difference(module.state_dict(), plain.state_dict()) < 0.02
 
 
-@pytest.mark.parametrize("precision", ["fp8", {"name": "fp8", "skip": ["net.4"]}])
+@pytest.mark.parametrize("precision", ["fp8", {"name": "fp8", "filter_fqns": ["net.4"]}])
 def test_with_fp8_it_is_refused(precision):
     with pytest.raises(ConfigError, match="'int8_qat' cannot be used with precision 'fp8': both replace layers"):
         fit(Int8QAT(), precision=precision)

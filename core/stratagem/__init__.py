@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if error.name != "stratagem_trainer":
+        if str(error.name).partition(".")[0] != "stratagem_trainer":
             raise
         message = f"stratagem.{name} is in a package that is not installed; run `pip install stratagem-trainer`"
         raise ModuleNotFoundError(message, name=error.name) from None

@@ -246,7 +246,7 @@ def find_anywhere(name: str, kind: str | None) -> registry.Entry:
         return registry.find(kind, name)
     wanted = name.lower()
     everything = registry.entries()
-    kinds = [e.kind for e in everything if wanted in (e.name.lower(), e.qualified_name.lower())]
+    kinds = [entry.kind for entry in everything if entry.is_called(wanted)]
     if len(set(kinds)) > 1:
         raise StratagemError(f"{name!r} is the name of a {' and of a '.join(kinds)}", do=f"add --kind {kinds[0]}")
     if kinds:

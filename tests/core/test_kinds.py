@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -82,7 +84,7 @@ def _installed(tmp_path, monkeypatch):
     (folder / "entry_points.txt").write_text(textwrap.dedent(POINTS))
     (tmp_path / "acme_judges.py").write_text(textwrap.dedent(SOURCE))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "acme_judges", raising=False)
+    monkeypatch.delitem(sys.modules, "acme_judges", raising=False)
     registry.refresh()
     with pytest.warns(UserWarning, match=r"goes on without it: kind 'broken' of acme-judges 1.0 cannot be imported"):
         registry.kinds()
@@ -148,3 +150,24 @@ def test_it_is_listed_where_it_acts(capsys):
     assert list(registry.kinds())[-3:] == ["judge", "callback", "logger"]
     assert "strict  Wants at least `least`" in listed
     assert all("judge" not in entry.name for entry in registry.entries())
+
+
+def test_the_engine_runs_without_the_trainer_and_its_names_say_what_to_install():
+    code = """
+        import sys
+        sys.modules["stratagem_trainer"] = None  # as if it were not installed
+        import stratagem as sg, torch
+        run, model = sg.Run(strategy="ddp", accelerator="cpu"), torch.nn.Linear(2, 1)
+        model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.backward(model(torch.ones(3, 2)).sum())
+        print(run.optimizer_step(optimizer))
+        try:
+            sg.Trainer
+        except ImportError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+
+    assert done.stdout.splitlines() == [
+        "True", "stratagem.Trainer is in a package that is not installed; run `pip install stratagem-trainer`"
+    ], done.stderr  # fmt: skip

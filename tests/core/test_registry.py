@@ -130,10 +130,11 @@ def test_a_known_but_absent_plugin_names_its_package(monkeypatch):
     ],
     ids=["sync_batchnorm", "activation_checkpointing", "init_module"],
 )
-def test_an_argument_whose_plugin_is_absent_names_the_package(monkeypatch, arguments, name, package):
-    installed = tuple(entry for entry in registry.entries() if entry.distribution != package)
-    monkeypatch.setattr(registry, "_scan", lambda: installed)
-    monkeypatch.setattr(registry, "_visible", lambda allow, deny: installed)
+def test_an_argument_whose_plugin_is_absent_names_the_package(request, monkeypatch, arguments, name, package):
+    installed = [each for each in importlib.metadata.distributions() if each.name != package]
+    monkeypatch.setattr(registry, "distributions", lambda: installed)
+    request.addfinalizer(registry.refresh)
+    registry.refresh()
 
     with (
         pytest.raises(PluginError, match=f"callback '{name}' is not installed; run `pip install {package}`"),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from attrs import define, field, frozen
 
+from stratagem.api.items import as_list
 from stratagem.api.options import build, convert_options, option_types
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import (
@@ -92,6 +93,11 @@ class RunSettings:
             chooser: the `stratagem.stack.resolver.Chooser` of the run.
         """
         stack.callbacks = [*chooser.many("callback", ()), *stack.callbacks]
+        stack.loggers = chooser.many("logger", ())
+
+    def listed(self) -> list[Any]:
+        """Return what the user lists where callbacks may stand."""
+        return as_list(self.plugins)
 
     def needs(self) -> dict[str, str]:
         """Return the capabilities that arguments need, each with the argument, for messages."""

@@ -41,6 +41,10 @@ class Entry(NamedTuple):
     def qualified_name(self) -> str:
         return f"{self.distribution}:{self.name}"
 
+    def is_called(self, wanted: str) -> bool:
+        """Whether `wanted`, in small letters, is the name or the qualified name."""
+        return wanted == (self.qualified_name if ":" in wanted else self.name).lower()
+
     def load(self) -> Any:
         """Import the plugin and return its class or factory.
 
@@ -96,7 +100,8 @@ def arguments() -> dict[str, str]:
 
 def argument_of(kind: str) -> str:
     """Return the argument that chooses plugins of `kind`."""
-    return kinds()[kind].argument if kind in kinds() else kind
+    found = kinds().get(kind)
+    return kind if found is None else found.argument
 
 
 def dotted() -> tuple[str, ...]:
@@ -113,6 +118,7 @@ def refresh() -> None:
     _generation += 1
     _scan.cache_clear()
     _visible.cache_clear()
+    _named.cache_clear()
 
 
 def generation() -> int:
@@ -130,7 +136,8 @@ def find(kind: str, name: str) -> Entry:
         PluginError: no package, or more than one, provides `name`.
     """
     wanted = name.lower()
-    matches = [entry for entry in entries(kind) if wanted in (entry.name.lower(), entry.qualified_name.lower())]
+    lists = os.environ.get(ALLOW_VARIABLE, ""), os.environ.get(DENY_VARIABLE, "")
+    matches = _named(*lists).get((kind, wanted), [])
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -228,6 +235,16 @@ def _visible(allow: str, deny: str) -> tuple[Entry, ...]:
         if not titles & denied and (not allowed or titles & allowed or entry.kind in ("command", "kind")):
             found.append(entry)
     return tuple(found)
+
+
+@cache
+def _named(allow: str, deny: str) -> dict[tuple[str, str], list[Entry]]:
+    """Return the plugins of `_visible` by kind and each of their names, in small letters."""
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for entry in _visible(allow, deny):
+        for name in (entry.name, entry.qualified_name):
+            found.setdefault((entry.kind, name.lower()), []).append(entry)
+    return found
 
 
 def hidden_by(entry: Entry) -> str:

@@ -296,7 +296,7 @@ class Context(Choices):
         from stratagem.distributed.bucket_reducer import BucketReducer, HookStage
 
         self.reducer_is_due = False
-        implementations = {impl.plugin: impl for impl in self.hooks.hook.reduce_bucket.get_hookimpls()}
+        implementations = self.hooks.by_plugin("reduce_bucket")
         found = [(choice, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
         if not found:
             return None

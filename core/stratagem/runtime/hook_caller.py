@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -75,7 +75,7 @@ class HookCaller:
 
     def add(self, choice: Choice) -> None:
         """Register the hooks of one more plugin in this process; none of the inner loop."""
-        self._manager.register(choice.plugin)
+        self._manager.add(choice.plugin)
 
     def ask(self, hook: str, **arguments: Any) -> Any:
         """Call an answer hook and require an answer."""
@@ -100,6 +100,11 @@ class HookCaller:
         """Return the caller of `hook`, or None if no plugin implements it."""
         caller = getattr(self.hook, hook, None)
         return caller if caller is not None and caller.get_hookimpls() else None
+
+    def by_plugin(self, hook: str) -> dict[Any, Any]:
+        """Return pluggy's implementations of `hook`, by the plugins that have them."""
+        found: list[Any] = getattr(self.hook, hook).get_hookimpls()
+        return {each.plugin.of: each for each in found}
 
     def direct(self, event: str, **given: Any) -> Callable[..., None] | None:
         """Return a function that calls the implementations of `event` in pluggy's order, at a tenth of pluggy's cost.
@@ -144,9 +149,7 @@ class HookCaller:
         """Look up the hooks of the inner loop once. None: no plugin implements it."""
         for name in _STEP_HOOKS:
             caller = self.implemented(name)
-            plain = caller is not None and all(
-                type(implementation.plugin).__name__ == "CoreDefaults" for implementation in caller.get_hookimpls()
-            )
+            plain = caller is not None and [*self.by_plugin(name)] == [self._manager.defaults]
             if plain and name == "transfer_batch":
                 caller = default_hooks.transfer_batch  # called for every batch: without the cost of pluggy
             keep = not plain or name in ("clip_gradients", "transfer_batch")
@@ -159,43 +162,60 @@ def _bound(function: Any, names: tuple[str, ...], given: dict[str, Any]) -> tupl
     return functools.partial(function, *(given[name] for name in first)), names[len(first) :]
 
 
+class _Marked:
+    """The marked methods of a plugin: pluggy looks at each attribute that it finds, half of the time to start."""
+
+    def __init__(self, plugin: Any, implementations: Iterable[str]) -> None:
+        vars(self).update({name: getattr(plugin, name) for name in implementations}, of=plugin)
+
+    def __dir__(self) -> Iterable[str]:
+        return vars(self).keys() - {"of"}
+
+
 class _PluginManager(pluggy.PluginManager):
-    """Looks only at methods that are marked: pluggy's search through all attributes is half of the time to start."""
+    """Knows which of its plugins answers for nobody."""
+
+    defaults: Any = None
+
+    def add(self, plugin: Any) -> dict[str, dict[str, Any]]:
+        """Register `plugin`; return its implementations."""
+        found = hook_implementations(plugin)
+        self.register(_Marked(plugin, found), str(id(plugin)))
+        return found
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        marked = hasattr(getattr(type(plugin), name, None), "stratagem_impl")  # see hook_implementations
-        return super().parse_hookimpl_opts(plugin, name) if marked else None
+        return getattr(plugin, name).stratagem_impl
 
 
-def _hook_manager(stack: Stack) -> pluggy.PluginManager:
+def _hook_manager(stack: Stack) -> _PluginManager:
     manager = _PluginManager("stratagem")
     for module in hook_modules():
         manager.add_hookspecs(module)
-    answered = set()
+    answered, specifications = set(), hook_functions()
     # pluggy calls the last registered first.
     for choice in reversed(stack.active()):
         try:
-            manager.register(choice.plugin)
+            implementations = manager.add(choice.plugin)
         except (pluggy.PluginValidationError, ValueError) as error:
             lightning_callbacks.check_hook_arguments(choice)
             raise PluginError(
                 f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
             ) from error
-        implementations = hook_implementations(choice.plugin)
-        _check_marked(choice, implementations)
+        _check_marked(choice, implementations, specifications)
         answered |= {hook for hook, marker in implementations.items() if not marker["wrapper"]}
     unanswered = [hook for hook in default_hooks.DEFAULTS if hook not in answered]
-    manager.register(default_hooks.plugin_with(unanswered))
+    manager.defaults = default_hooks.plugin_with(unanswered)
+    manager.add(manager.defaults)
     return manager
 
 
-def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
+def _check_marked(choice: Any, implementations: Mapping[str, Any], specifications: Mapping[str, Any]) -> None:
     """Refuse methods with the name of a hook that are not marked: they would never be called."""
     base = next(cls for cls in type(choice.plugin).__mro__ if cls.__module__.startswith("stratagem.") or cls is object)
     for name, instead in lightning_callbacks.CALLBACK.items():
         if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
             raise lightning_callbacks.refuse(str(choice), name, instead)
-    for name, specification in hook_functions().items():
+    for name, specification in specifications.items():
         method = getattr(choice.plugin, name, None)
         inherited = hasattr(base, name) and name not in getattr(choice.plugin, "__dict__", {})
         if name in implementations or not callable(method) or inherited:

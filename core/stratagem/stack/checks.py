@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def check_hooks(stack: Stack) -> None:
     specifications = hook_specifications()
     answers: dict[str, list[Choice]] = {}
-    for choice in stack.active():
-        for hook, marker in hook_implementations(choice.plugin).items():
+    every = [(choice, hook_implementations(choice.plugin)) for choice in stack.active()]
+    for choice, implemented in every:
+        for hook, marker in implemented.items():
             if hook not in specifications:
                 raise PluginError(
                     f"{choice} implements {hook!r}, which is not a hook of stratagem",
@@ -41,11 +42,11 @@ def check_hooks(stack: Stack) -> None:
                 do="drop one of them",
             )
     kinds = registry.kinds()
-    for choice in stack.active():
-        warn_of_misspelled_hooks(choice)
+    for choice, implemented in every:
+        warn_of_misspelled_hooks(choice, implemented)
         duties = kinds[choice.kind].duties if choice.kind in kinds else ()
         outer = choice in stack.strategies[:-1]
-        missing = [hook for hook in duties if hook not in hook_implementations(choice.plugin) and not outer]
+        missing = [hook for hook in duties if hook not in implemented and not outer]
         if missing:
             raise PluginError(
                 f"{choice} does not implement {' and '.join(missing)}",
@@ -144,9 +145,10 @@ def _capabilities(choice: Choice) -> Capabilities:
 def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
     choices = stack.active()
     _check_replaced_layers(choices)
-    provided = {word for choice in choices for word in _capabilities(choice).provides}
+    every = [(choice, _capabilities(choice)) for choice in choices]
+    provided = {word for _, own in every for word in own.provides}
     wanted: list[tuple[str, str, Choice | None]] = [(word, reason, None) for word, reason in needs.items()]
-    wanted += [(word, str(choice), choice) for choice in choices for word in sorted(_capabilities(choice).requires)]
+    wanted += [(word, str(choice), choice) for choice, own in every for word in sorted(own.requires)]
     for word, who, asker in wanted:
         if word not in provided:
             lacking = stack.accelerator if word.startswith("device:") else stack.strategies[-1]
@@ -154,18 +156,24 @@ def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
                 f"{who} needs {word!r}, which {lacking} does not provide",
                 do=stack.strategy.how_to_provide(word) or _alternatives(word, asker),
             )
-    for choice in choices:
-        for other in choices:
-            clash = sorted(_capabilities(choice).conflicts & _capabilities(other).provides)
-            if clash and other is not choice:
-                if choice.kind == "strategy":
-                    advice = choice.plugin.how_to_avoid(clash[0])
-                else:
-                    advice = _fitting_strategies(choice, stack) if other is stack.strategies[-1] else ""
-                raise ConfigError(
-                    f"{choice} cannot be used with {other}, which provides {clash[0]!r}",
-                    do=advice or "drop one of the two",
-                )
+    for choice, own in every:
+        if own.conflicts & provided:
+            _check_conflicts(choice, own, every, stack)
+
+
+def _check_conflicts(
+    choice: Choice, own: Capabilities, every: Sequence[tuple[Choice, Capabilities]], stack: Stack
+) -> None:
+    for other, theirs in every:
+        clash = sorted(own.conflicts & theirs.provides)
+        if clash and other is not choice:
+            if choice.kind == "strategy":
+                advice = choice.plugin.how_to_avoid(clash[0])
+            else:
+                advice = _fitting_strategies(choice, stack) if other is stack.strategies[-1] else ""
+            raise ConfigError(
+                f"{choice} cannot be used with {other}, which provides {clash[0]!r}", do=advice or "drop one of the two"
+            )
 
 
 def _check_replaced_layers(choices: Sequence[Choice]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 
@@ -18,17 +18,24 @@ def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] 
     Args:
         path: what the user typed for the plugin, for messages, if that is not its kind and name.
     """
-    target = entry.load()
-    path = path or f"{registry.argument_of(entry.kind)}.{entry.name}"
+    target, kind = entry.load(), registry.kinds().get(entry.kind)
+    if kind is None:
+        raise PluginError(
+            f"{entry.kind} {entry.name!r} of {entry.distribution} is of a kind that no installed package has",
+            do="install the package that has it",
+        )
+    path = path or f"{kind.argument}.{entry.name}"
     if isinstance(target, type):
-        return _check_kind(build(target, _convert(target, values, path, texts), path), entry)
+        plugin: Any = build(target, _convert(target, values, path, texts) if values else {}, path)
+        return plugin if isinstance(plugin, kind.base) else _refuse(plugin, entry, kind.base)
     try:
         preset = target()
     except StratagemError:
         raise
     except Exception as error:
         raise PluginError(f"{path} of {entry.distribution} failed ({type(error).__name__}: {error})") from error
-    _check_kind(preset, entry)
+    if not isinstance(preset, kind.base):
+        _refuse(preset, entry, kind.base)
     if not values:
         return preset
     converted = _convert(type(preset), values, path, texts)
@@ -42,15 +49,12 @@ def _convert(cls: type[Any], values: Mapping[str, Any], path: str, texts: Iterab
     return convert_options(cls, others, path) | convert_options(cls, from_text, path, text=True)
 
 
-def _check_kind(plugin: Any, entry: registry.Entry) -> Any:
-    base = registry.kinds()[entry.kind].base
-    if not isinstance(plugin, base):
-        raise PluginError(
-            f"{entry.kind} {entry.name!r} of {entry.distribution} is a {type(plugin).__name__}",
-            expected=f"a stratagem.{base.__name__}",
-            do="its author should declare it in the entry-point group of its kind",
-        )
-    return plugin
+def _refuse(plugin: Any, entry: registry.Entry, base: type[Any]) -> NoReturn:
+    raise PluginError(
+        f"{entry.kind} {entry.name!r} of {entry.distribution} is a {type(plugin).__name__}",
+        expected=f"a stratagem.{base.__name__}",
+        do="its author should declare it in the entry-point group of its kind",
+    )
 
 
 def options_of(plugin: Any) -> dict[str, attrs.Attribute[Any]]:

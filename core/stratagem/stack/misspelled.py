@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from stratagem.api.kinds import Callback, Logger
 from stratagem.errors import mistyped
-from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Choice
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 _PREFIXES = ("on_", "log_")
 
 
-def warn_of_misspelled_hooks(choice: Choice) -> None:
+def warn_of_misspelled_hooks(choice: Choice, implemented: Collection[str]) -> None:
     """Warn if the callback or logger `choice` has a method with the name of a hook that it lacks, mistyped."""
     if not isinstance(choice.plugin, Callback | Logger):
         return
-    hooks = {name for name in hook_specifications() if name.startswith(_PREFIXES)}
-    lacking = hooks - hook_implementations(choice.plugin).keys()
+    hooks = {name for name in hook_functions() if name.startswith(_PREFIXES)}
+    lacking = hooks.difference(implemented)
     for name in dir(type(choice.plugin)):
         is_own = name.startswith(_PREFIXES) and name not in hooks
         if is_own and (hint := mistyped(name, sorted(lacking))):

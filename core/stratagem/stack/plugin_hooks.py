@@ -15,8 +15,12 @@ def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, di
     if isinstance(plugin, type) and not of_class:
         return {}
     cls = plugin if of_class else type(plugin)
-    markers = {name: getattr(getattr(cls, name, None), "stratagem_impl", None) for name in dir(cls)}
-    return {name: marker for name, marker in markers.items() if isinstance(marker, dict)}
+    found = {}
+    for name in dir(cls):
+        marker = getattr(getattr(cls, name, None), "stratagem_impl", None)
+        if isinstance(marker, dict):
+            found[name] = marker
+    return found
 
 
 def hook_modules() -> list[Any]:

@@ -200,7 +200,7 @@ class Chooser:
                 f"{path} is {shown(value)}", expected="a name, a mapping, or an object with @hookimpl methods"
             )
         wanted = name.lower()
-        found = [e for e in registry.entries() if wanted in (e.name.lower(), e.qualified_name.lower())]
+        found = [entry for entry in registry.entries() if entry.is_called(wanted)]
         kinds = [kind for kind in registry.kinds() if any(entry.kind == kind for entry in found)]
         if len(kinds) > 1:
             raise ConfigError(f"{path} {name!r} is the name of a {' and of a '.join(kinds)}", do=f"use {kinds[0]}=")
@@ -311,8 +311,9 @@ def automatic_callbacks(settings: Any, group: str) -> list[Choice]:
     """Return the callbacks of a `group` of the catalog that are installed and that the user does not list."""
     names = catalog.automatic(group)
     choices = []
+    listed = settings.listed()
     for entry in registry.entries("callback"):
-        if entry.name in names and not is_listed(entry, settings):
+        if entry.name in names and not is_listed(entry, listed):
             try:
                 plugin = make(entry, {})
             except PluginError as error:  # a broken package must not touch a run that does not name it
@@ -341,16 +342,15 @@ def _transforms(settings: Any) -> list[Choice]:
     if settings.sync_batchnorm:
         choices.append(default("callback", "sync_batchnorm", "sync_batchnorm=True"))
     for choice in choices:
-        if choice.entry is not None and is_listed(choice.entry, settings):
+        if choice.entry is not None and is_listed(choice.entry, settings.listed()):
             raise ConfigError(
                 f"{choice.name} is set, and {choice} is listed", expected="one of the two", do="drop the argument"
             )
     return choices
 
 
-def is_listed(entry: registry.Entry, settings: Any) -> bool:
-    """Whether the user lists the callback of `entry`, or one of a class derived from it."""
-    listed = [*as_list(getattr(settings, "callbacks", ())), *as_list(settings.plugins)]
+def is_listed(entry: registry.Entry, listed: list[Any]) -> bool:
+    """Whether the callback of `entry`, or one of a class derived from it, is one of those that the user lists."""
     return any(_names(value, entry) for value in listed)
 
 
@@ -358,11 +358,7 @@ def _names(value: Any, entry: registry.Entry) -> bool:
     """Whether `value` already chooses the plugin of `entry`, or one of a class derived from it."""
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str):
-        chosen = [
-            other
-            for other in registry.entries("callback")
-            if name.lower() in (other.name, other.qualified_name.lower())
-        ]
+        chosen = [other for other in registry.entries("callback") if other.is_called(name.lower())]
         if entry in chosen:
             return True
         return any(issubclass(other.load(), entry.load()) for other in chosen)

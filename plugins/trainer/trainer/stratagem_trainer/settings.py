@@ -12,6 +12,7 @@ import attrs
 from attrs import define, field
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE
+from stratagem.api.items import as_list
 from stratagem.api.kinds import has_role
 from stratagem.api.validators import (
     accumulation,
@@ -112,6 +113,9 @@ class TrainerSettings(RunSettings):
             ]  # fmt: skip
         check_switches(self, stack, listed)
 
+    def listed(self) -> list[Any]:
+        return [*as_list(self.callbacks), *as_list(self.plugins)]
+
     def needs(self) -> dict[str, str]:
         needs = {}
         if self.gradient_clip_val is not None:
@@ -147,7 +151,7 @@ def with_callbacks(stack: Stack, settings: TrainerSettings, values: Any) -> list
 
 
 def _standard_callbacks(settings: TrainerSettings) -> list[Choice]:
-    choices = []
+    choices, listed = [], settings.listed()
     for switch, role in SWITCHES.items():
         value = getattr(settings, switch)
         if not (sys.stdout.isatty() if value is None else value) or settings.barebones:
@@ -155,7 +159,7 @@ def _standard_callbacks(settings: TrainerSettings) -> list[Choice]:
         if role == "checkpointing" and settings.fast_dev_run:
             continue
         entry = registry.find("callback", catalog.default(role))
-        if not is_listed(entry, settings):
+        if not is_listed(entry, listed):
             choices.append(default("callback", role, f"{switch}=True"))
     return choices
 
@@ -169,7 +173,7 @@ def _environment_callbacks(settings: TrainerSettings, environment: Choice, choos
         except PluginError as error:  # the user did not ask for it
             warnings.warn(f"{environment} adds a callback, and the run goes on without it: {error}", stacklevel=2)
             continue
-        if choice.entry is None or not is_listed(choice.entry, settings):
+        if choice.entry is None or not is_listed(choice.entry, settings.listed()):
             choices.append(attrs.evolve(choice, reason=f"{environment} adds it"))
     return choices
 

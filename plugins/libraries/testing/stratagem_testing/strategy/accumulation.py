@@ -47,7 +47,8 @@ class AccumulationChecks(StrategyChecks):
         gradients = sum(parameter.numel() * 4 for parameter in self.maker(Net)().parameters())
         for by_batch in counts:
             closing = min(by_batch[2], by_batch[5])
-            inner = max(by_batch[index] for index in (1, 3, 4))  # the first also opens connections
+            # The first also opens connections. What an engine sends in the background adds to some of them.
+            inner = min(by_batch[index] for index in (1, 3, 4))
             assert closing - inner > gradients / 4, f"bytes sent by batch: {by_batch}"
             if not (self.claims(SHARDED_PARAMETERS) or self._is_cut(several)):
                 assert inner < gradients / 4, f"bytes sent by batch: {by_batch}"
