@@ -14,7 +14,7 @@ from stratagem._version import __version__
 from stratagem.discovery import catalog, registry
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError, nearest
-from stratagem.stack.summaries import command_help
+from stratagem.stack.plugin_table import command_help
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,7 +43,7 @@ def test_the_list_has_a_sentence_for_each_plugin_and_folds_presets(capsys):
 
 def test_the_sentences_are_those_of_the_classes():
     from stratagem.stack.describe import describe
-    from stratagem.stack.summaries import summary
+    from stratagem.stack.plugin_table import summary
 
     for entry in registry.entries():
         if entry.kind != "command" and not (found := summary(entry)).is_preset:
@@ -220,10 +220,10 @@ from stratagem.cli import main, parser
 try: main(["--help"])
 except SystemExit: pass
 from stratagem.discovery import registry
-from stratagem.stack import summaries
+from stratagem.stack import plugin_table
 entries = registry.entries("command")
 imported = {entry.value.partition(":")[0] for entry in entries} & set(sys.modules)
-print("IMPORTED", imported, [e.name for e in entries if summaries.command_help(e) != e.load().help])
+print("IMPORTED", imported, [e.name for e in entries if plugin_table.command_help(e) != e.load().help])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 

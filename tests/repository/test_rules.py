@@ -141,7 +141,11 @@ def test_catalog_agrees_with_the_packages():
 def test_catalog_defaults_exist():
     known = {name for entry in ENTRIES for name in (entry.name,)}
 
-    assert {*catalog._catalog()["defaults"].values(), *catalog.automatic(trains=True)} <= known
+    assert {
+        *catalog._catalog()["defaults"].values(),
+        *catalog.automatic("callback"),
+        *catalog.automatic("trainer_callback"),
+    } <= known
 
 
 # --- 2. Hooks ----------------------------------------------------------------------------------------------------

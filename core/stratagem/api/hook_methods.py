@@ -264,7 +264,7 @@ def _callable_by_hand(hook: str, method: Any) -> Callable[..., Any]:
 
 
 def _by_hand(logger: Any, hook: str, own: list[str], method: Callable[..., Any], given: dict[str, Any]) -> Any:
-    from stratagem.api.items import items_of
+    from stratagem.api.options import items_of
     from stratagem.api.readback import as_numbers
 
     run = given.get("run") or (_RUNS[logger]() if logger in _RUNS else None)

@@ -6,7 +6,9 @@ environment is parsed by the option's type. In code, a value may be any Python o
 
 from __future__ import annotations
 
+import argparse
 import collections.abc
+import dataclasses
 import enum
 import inspect
 import json
@@ -16,7 +18,7 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_ori
 import attrs
 
 from stratagem.api.paths import as_path, is_remote
+from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:
@@ -417,3 +420,54 @@ def _parse_container(value: Any, accepts: tuple[type, ...]) -> Any:
         return json.loads(stripped)
     _require(dict not in accepts)
     return [part.strip() for part in stripped.split(",") if part.strip()]
+
+
+def options_key(plugin: Any) -> str:
+    """Return the options of `plugin` that differ from their defaults, as " " and JSON; "" if there are none."""
+    changed = {}
+    for name, option in options(type(plugin)).items():
+        value = getattr(plugin, option.name, None)
+        if isinstance(value, Path):
+            value = str(value)
+        if (value is None or isinstance(value, bool | int | float | str)) and value != option.default:
+            changed[name] = redact(name, value)
+    return f" {json.dumps(changed, sort_keys=True)}" if changed else ""
+
+
+# --- Lists and mappings -----------------------------------------------------------------------------------------------
+
+
+def is_list(value: Any) -> bool:
+    """Whether `value` is a list of any type, such as a configuration library's."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the items of a list, or anything else as the only item."""
+    return list(value) if is_list(value) else [value]
+
+
+def items_of(value: Any, caller: str) -> dict[str, Any]:
+    """Return what a mapping, a namespace or a dataclass holds, by name.
+
+    Args:
+        caller: the function that was given `value`, for messages.
+
+    Raises:
+        ConfigError: `value` is something else, or has keys that are not text.
+    """
+    if isinstance(value, Mapping):
+        items = dict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        items = dict(vars(value))
+    elif attrs.has(type(value)):
+        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
+    else:
+        expected = "a mapping, a namespace or a dataclass"
+        names = "names of arguments, " * (caller == "save_hyperparameters")
+        raise ConfigError(f"{caller} was given {shown(value)}", expected=names + expected)
+    if odd := next((name for name in items if not isinstance(name, str)), None):
+        raise ConfigError(f"{caller} was given a mapping with the key {shown(odd)}", expected="names")
+    return items

@@ -1,16 +1,19 @@
-"""The typed arguments of `Run` and `Trainer`, and how they are read from code, files, environment and command line."""
+"""The typed arguments of `Run`, and how they are read from code, files, environment and command line."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from stratagem.api.items import as_list
-from stratagem.api.options import build, convert_options, option_types
+from stratagem.api.options import as_list, build, convert_options, option_types
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import (
     at_least,
@@ -18,7 +21,17 @@ from stratagem.api.validators import (
 from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
 from stratagem.discovery.moved_names import moved_argument
-from stratagem.errors import ConfigError, nearest
+from stratagem.distributed.torchrun_errors import end_with_sentence
+from stratagem.errors import ConfigError, nearest, shown
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from stratagem.config.sources import Source
+
+    T = TypeVar("T")
+    #: A plugin: its name, a mapping with its ``name`` and options, or an instance.
+    NameOr: TypeAlias = str | Mapping[str, Any] | T
 
 S = TypeVar("S", bound="RunSettings")
 
@@ -211,3 +224,75 @@ def added_arguments(cls: type[RunSettings]) -> list[str]:
 def option_names(cls: type[Any]) -> list[str]:
     """Return the arguments of `cls`."""
     return list(option_types(cls))
+
+
+# --- The argument `compile` -------------------------------------------------------------------------------------------
+
+
+def compile_options(value: Any) -> dict[str, Any] | None:
+    """Return the options of the callback that ``compile=value`` adds; None if it adds none.
+
+    Raises:
+        ConfigError: it is neither a switch, a mode nor a mapping of options.
+    """
+    switches = {"true": True, "false": False, "none": None}
+    if isinstance(value, str) and value.strip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, str):
+        value = switches.get(value.strip().lower(), value)  # from a command line or the environment
+    if value is None or value is False:
+        return None
+    if value is True:
+        return {}
+    if isinstance(value, str):
+        return {"mode": value}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return dict(value)
+    raise ConfigError(
+        f"compile is {shown(value)}", expected="true or false, a mode, or a mapping of options",
+        do='write compile=True, compile="max-autotune" or compile={"dynamic": True}',
+    )  # fmt: skip
+
+
+# --- Constructors -----------------------------------------------------------------------------------------------------
+
+
+C = TypeVar("C", bound=Callable[..., None])
+
+
+def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
+    """Let ``__init__`` tell an argument that was given from one that has its default value.
+
+    While it runs, the arguments that were given are in ``self._given``. Besides its own arguments it takes ``sources``,
+    which are in ``self._sources``, and the arguments of kinds that other packages add: editors do not show these.
+
+    Args:
+        settings: the class whose fields the arguments are.
+
+    Raises:
+        ConfigError: on a call, an argument that ``__init__`` does not have.
+    """
+
+    def decorate(init: C) -> C:
+        known = [name for name in inspect.signature(init).parameters if name != "self"]
+        owner = init.__qualname__.partition(".")[0]
+
+        @functools.wraps(init)
+        def wrapper(self: Any, *values: Any, sources: Sequence[Source] = (), **arguments: Any) -> None:
+            end_with_sentence()
+            others = {name: arguments.pop(name) for name in [*arguments] if name not in known}
+            added = added_arguments(settings) if others else []
+            for name in others:
+                if name not in added:
+                    raise ConfigError(
+                        f"{owner} has no argument {name!r}", expected="one of its arguments",
+                        do=moved_argument(name) or nearest(name, [*known, *added]) or f"see help(stratagem.{owner})",
+                    )  # fmt: skip
+            self._given, self._sources = arguments | others, sources
+            init(self, *values, **arguments)
+            del self._given, self._sources
+
+        return cast(C, wrapper)
+
+    return decorate

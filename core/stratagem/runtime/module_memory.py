@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stratagem.stack.defaults import default
+from stratagem.stack.construction import default
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,9 +20,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from stratagem.config.arguments import remember_arguments
 from stratagem.config.environment import warn_of_trainer_variables
-from stratagem.config.settings import RunSettings, gather
+from stratagem.config.settings import RunSettings, gather, remember_arguments
 from stratagem.runtime import launching, state_io
 from stratagem.runtime.context import Context
 from stratagem.runtime.handles import LoaderHandle, ModelHandle
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
         Strategy,
     )
     from stratagem.api.world import Collectives, Mesh, World
-    from stratagem.config.arguments import NameOr
+    from stratagem.config.settings import NameOr
     from stratagem.stack.plugins import Stack
 
 

@@ -13,7 +13,7 @@ from stratagem.api.context import RunContext
 from stratagem.api.paths import as_path
 from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.checkpoint.files import STATE_VERSION, check_version
-from stratagem.checkpoint.own_memory import with_own_extras, with_own_memory
+from stratagem.checkpoint.mapped_file import with_own_extras, with_own_memory
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, together, with_new_options
 from stratagem.checkpoint.trained_part import check_names, check_values

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from stratagem.api.capabilities import MULTI_PROCESS, Capabilities
-from stratagem.api.kinds import Plugin
+from stratagem.api.kinds import Callback, Logger, Plugin
 from stratagem.discovery import registry
-from stratagem.errors import ConfigError, PluginError, nearest
+from stratagem.errors import ConfigError, PluginError, mistyped, nearest
 from stratagem.stack.construction import make
-from stratagem.stack.misspelled import warn_of_misspelled_hooks
-from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
     from stratagem.api.kinds import Strategy
@@ -238,3 +238,22 @@ def _made_without_options(entry: registry.Entry, generation: int) -> Strategy | 
         return cast("Strategy", make(entry, {})) if isinstance(entry.load(), type) else None
     except Exception:  # noqa: BLE001 - a broken package is not an alternative
         return None
+
+
+# --- Misspelled hooks -------------------------------------------------------------------------------------------------
+
+
+#: How the names of the methods begin that are hooks without a mark.
+_PREFIXES = ("on_", "log_")
+
+
+def warn_of_misspelled_hooks(choice: Choice, implemented: Collection[str]) -> None:
+    """Warn if the callback or logger `choice` has a method with the name of a hook that it lacks, mistyped."""
+    if not isinstance(choice.plugin, Callback | Logger):
+        return
+    hooks = {name for name in hook_functions() if name.startswith(_PREFIXES)}
+    lacking = hooks.difference(implemented)
+    for name in dir(type(choice.plugin)):
+        is_own = name.startswith(_PREFIXES) and name not in hooks
+        if is_own and (hint := mistyped(name, sorted(lacking))):
+            warnings.warn(f"{choice} defines {name}, which nothing calls; {hint}", stacklevel=2)

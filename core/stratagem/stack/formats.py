@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.api.paths import as_path, is_remote, refusals
 from stratagem.checkpoint.files import STAGED, check_version
-from stratagem.checkpoint.own_memory import with_own_memory
+from stratagem.checkpoint.mapped_file import with_own_memory
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, PluginError
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.kinds import keeps_state
-from stratagem.api.state_keys import options_key
+from stratagem.api.options import options_key
 from stratagem.checkpoint.rank_rows import ranks_in
 from stratagem.checkpoint.state_checks import applying, check_similar
 from stratagem.discovery import registry
@@ -34,7 +34,6 @@ from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Stack
-
 
 _METHODS = ("state_dict", "rank_state")
 

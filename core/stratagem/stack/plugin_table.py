@@ -1,13 +1,99 @@
-"""The table of installed plugins: by kind, each with one sentence; presets are one line."""
+"""The table of installed plugins: by kind, each with one sentence from its source, which is not imported."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 from stratagem.discovery.registry import Entry
-from stratagem.stack.summaries import summary
 from stratagem.stack.terminal_text import bold, width, wrapped
+
+#: How many modules to follow from the one that an entry point names to the one that defines its class.
+_MAX_HOPS = 4
+
+
+class Summary(NamedTuple):
+    """What the source of an entry point says."""
+
+    #: The first sentence of its docstring, or a command's help; "" if there is none, or no source.
+    text: str = ""
+    #: Whether a function makes the plugin: a preset of another one.
+    is_preset: bool = False
+
+
+def summary(entry: Entry) -> Summary:
+    """Return the sentence of the plugin of `entry`."""
+    definition = _definition(entry)
+    text = (_help(definition) if entry.kind == "command" else "") or _sentence(definition)
+    return Summary(text, definition.startswith("def"))
+
+
+def command_help(entry: Entry) -> str:
+    """Return the attribute `help` of the command of `entry`; "" if its source does not have it as one string."""
+    return _help(_definition(entry))
+
+
+def _definition(entry: Entry) -> str:
+    """Return the source from the class or function of `entry` on; "" if it is not found."""
+    module, _, name = entry.value.partition(":")
+    for _ in range(_MAX_HOPS):
+        source = _source(module)
+        if found := re.search(rf"^(class|def) {re.escape(name)}\b", source, re.MULTILINE):
+            return source[found.start() :]
+        if not (origin := _imported_from(source, module, name)):
+            break
+        module = origin
+    return ""
+
+
+def _help(definition: str) -> str:
+    body = definition.partition("\nclass ")[0]
+    found = re.search(r'^    help = "([^"\\\n]*)"$', body, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _sentence(definition: str) -> str:
+    docstring = re.search(r"^[^\n]*?(?:\n(?!\s*\"\"\")[^\n]*){0,12}?\n\s+\"\"\"(.*?)\"\"\"", definition, re.DOTALL)
+    text = " ".join(docstring[1].split()) if docstring else ""
+    return text.split(". ")[0].rstrip(".")
+
+
+def _imported_from(source: str, module: str, name: str) -> str:
+    """Return the module from which `module` imports `name`; "" if it does not."""
+    for found in re.finditer(r"^\s*from (\.*[\w.]+) import (\([^)]*\)|[^\n]*)", source, re.MULTILINE):
+        if re.search(rf"\b{re.escape(name)}\b", found[2]):
+            return found[1] if not found[1].startswith(".") else f"{module}.{found[1].lstrip('.')}"
+    return ""
+
+
+@cache
+def _source(module: str) -> str:
+    """Return the source of `module`, found without importing its package; "" if there is none."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin)
+    for part in rest:
+        path = path.parent / part / "__init__.py"
+        if not path.exists():
+            path = path.parent.with_suffix(".py")
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
 
 #: A longer name gets a line of its own.
 _LONGEST_NAME = 26

@@ -12,12 +12,10 @@ from typing import Any
 
 import attrs
 
-from stratagem.api.items import as_list, is_list
 from stratagem.api.kinds import Plugin
-from stratagem.api.options import check
-from stratagem.config.compilation import compile_options
+from stratagem.api.options import as_list, check, is_list
 from stratagem.config.devices import devices_of_processes, parse_devices
-from stratagem.config.settings import PluginOption
+from stratagem.config.settings import PluginOption, compile_options
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
 from stratagem.stack.checks import (
@@ -28,8 +26,7 @@ from stratagem.stack.checks import (
     check_sync_batchnorm,
     needs_of,
 )
-from stratagem.stack.construction import make, options_of
-from stratagem.stack.defaults import by_name, default, default_strategy
+from stratagem.stack.construction import by_name, default, default_strategy, make, options_of
 from stratagem.stack.detection import detect_accelerator, detect_environment
 from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem.stack.plugins import Choice, Stack

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stratagem.api.items import items_of
+from stratagem.api.options import items_of
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 
 

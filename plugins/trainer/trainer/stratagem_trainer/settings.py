@@ -12,8 +12,8 @@ import attrs
 from attrs import define, field
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE
-from stratagem.api.items import as_list
 from stratagem.api.kinds import has_role
+from stratagem.api.options import as_list
 from stratagem.api.validators import (
     accumulation,
     at_least,
@@ -26,7 +26,7 @@ from stratagem.config.settings import RunSettings
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
 from stratagem.stack.checks import check_capabilities, check_hooks
-from stratagem.stack.defaults import default
+from stratagem.stack.construction import default
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.api.callback_log import let_log
 from stratagem.api.validators import read_accumulation, read_duration
-from stratagem.config.arguments import remember_arguments
 from stratagem.config.environment import from_environment
-from stratagem.config.settings import gather
+from stratagem.config.settings import gather, remember_arguments
 from stratagem.config.sources import Source, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
         Precision,
         Strategy,
     )
-    from stratagem.config.arguments import NameOr
+    from stratagem.config.settings import NameOr
     from stratagem_trainer.request import StageRequest
 
 
