@@ -1,6 +1,6 @@
 """What starts and failures of many ranks ask of rank 0's store: the ranks are threads of this process, with one store.
 
-python benchmarks/world.py [--ranks 64,256,1024] [--gloo 128] [--quick]
+python benchmarks/world.py [--ranks 64,256,1024] [--gloo 128] [--starts] [--quick]
 
 Seconds are upper bounds, since all threads share this process and its cores; calls and bytes are exact. A group of gloo
 that connects each rank to all needs n^2 calls, so it is measured up to `--gloo` ranks.
@@ -189,12 +189,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="64,256,1024")
     parser.add_argument("--gloo", type=int, default=128, help="most ranks of a group that connects each to all")
+    parser.add_argument(
+        "--starts", action="store_true", help="only rank 0's time to agree with all ranks"
+    )
     parser.add_argument("--quick", action="store_true", help="16 and 64 ranks")
     arguments = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    threading.stack_size(1 << 19)
+    threading.stack_size(1 << 18)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; a rank is a thread\n")
+    if arguments.starts:
+        for count in map(int, arguments.ranks.split(",")):
+            print(f"{count} ranks: rank 0 agrees on an attempt in {generation(count)}", flush=True)
+        return
     what = "agree on an attempt | gloo, each to all | gloo, as needed | groups for 3 axes | reports read | sharded save"
     print(f"| ranks | {what} |")
     print("|---|---|---|---|---|---|---|")
