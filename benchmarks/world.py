@@ -189,9 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="64,256,1024")
     parser.add_argument("--gloo", type=int, default=128, help="most ranks of a group that connects each to all")
-    parser.add_argument(
-        "--starts", action="store_true", help="only rank 0's time to agree with all ranks"
-    )
+    parser.add_argument("--starts", action="store_true", help="only rank 0's time to agree with all ranks")
     parser.add_argument("--quick", action="store_true", help="16 and 64 ranks")
     arguments = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
