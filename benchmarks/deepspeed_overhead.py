@@ -86,9 +86,9 @@ def by_hand(rank: int, world_size: int, stage: int, steps: int) -> float:
 
     from stratagem_deepspeed import start
 
-    start.join(run.context)
+    start.join(run)
     model = network()
-    config = engine_config(run.context.stack.strategy, run.context)
+    config = engine_config(run.stack.strategy, run)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
     )

@@ -173,10 +173,10 @@ def by_deepspeed(clock: Clock, strategy: str, size: str, world_size: int, data) 
 
     from stratagem_deepspeed import start
 
-    start.join(run.context)
+    start.join(run)
     model, losses = Network(size), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = engine_config(run.context.stack.strategy, run.context)
+    config = engine_config(run.stack.strategy, run)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for index, batch in enumerate(data):
         loss = engine(batch)

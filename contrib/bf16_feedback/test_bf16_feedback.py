@@ -15,7 +15,7 @@ class TestBF16Feedback(CommHookConformance):
 
 def test_rounding_errors_do_not_accumulate():
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
-    reduce = run.context.bucket_reducer()  # over one process: the average is what was sent
+    reduce = run.bucket_reducer()  # over one process: the average is what was sent
     gradient, total = torch.full((8,), 1.001), torch.zeros(8)
 
     for _ in range(100):
@@ -26,7 +26,7 @@ def test_rounding_errors_do_not_accumulate():
 
 def test_a_residual_is_not_added_to_another_parameter():
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
-    reduce = run.context.bucket_reducer()
+    reduce = run.bucket_reducer()
     first, second = torch.zeros(4), torch.zeros(4)
     reduce(Bucket(buffer=torch.tensor([1.001] * 4 + [0.0] * 4), parameters=(first, second))).wait()
 

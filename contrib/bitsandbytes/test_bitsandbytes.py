@@ -519,7 +519,7 @@ def nothing_more(rank, size, strategy, path, to):
         run.load(path, model=model, optimizer=optimizer)
         if to:
             run.save(to, model=model, optimizer=optimizer)
-        state = run.context.ask("optimizer_state", optimizer=optimizer, module=module)
+        state = run.ask("optimizer_state", optimizer=optimizer, module=module)
         return {name: value.detach().clone() for name, value in module.state_dict().items()}, state
 
 

@@ -236,12 +236,12 @@ def compared_after_rank_1_lost_a_gradient(rank, size):
         model, _ = run.setup(module, module.configure_optimizers())
         x, y = BATCHES[0]
         run.backward(loss_of(model(x), y))
-        zero = run.context.stack.strategy._engine
-        zero._compare(run.context)
+        zero = run.stack.strategy._engine
+        zero._compare(run)
         if rank == 1:
             (store,) = zero.optimizer.pg_to_grad_store.values()
             del store._grads_of_params[0][id(module.net[0].weight)]
-        zero._compare(run.context)
+        zero._compare(run)
 
 
 def test_ranks_that_use_different_parameters_with_overlap_are_told():

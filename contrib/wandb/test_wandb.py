@@ -130,7 +130,7 @@ def test_hyper_parameters_become_the_config(tmp_path):
 
 
 def test_a_custom_loop_logs_hyper_parameters_at_once_and_odd_ones_as_text(tmp_path):
-    run, logger = stratagem.Run(accelerator="cpu", default_root_dir=tmp_path).context, WandbLogger(offline=True)
+    run, logger = stratagem.Run(accelerator="cpu", default_root_dir=tmp_path), WandbLogger(offline=True)
     logger.log_hyperparams({"device": torch.device("cpu"), "deep": [{"shape": torch.Size([2])}]}, run)
     logger.close()
 

@@ -48,7 +48,7 @@ class Liar:
 @pytest.fixture(scope="module")
 def run():
     with sg.Run(accelerator="cpu", environment="local") as run:
-        yield run.context
+        yield run
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ class Twice(sg.CommHook):
 
 
 def reducer(*hooks, over):
-    return sg.Run(strategy="ddp", comm_hook=list(hooks), accelerator="cpu").context.bucket_reducer(over=over)
+    return sg.Run(strategy="ddp", comm_hook=list(hooks), accelerator="cpu").bucket_reducer(over=over)
 
 
 def buckets(count):
@@ -301,7 +301,7 @@ def _traffic(rank, world_size):
     run = sg.Run(strategy="ddp", comm_hook=[Twice()], devices=world_size, accelerator="cpu")
     run.connect()
     run.collectives.traffic.counts.clear()
-    reduce = run.context.bucket_reducer()
+    reduce = run.bucket_reducer()
     for bucket in buckets(2):
         future = reduce(bucket)
     future.wait()

@@ -102,7 +102,7 @@ def test_two_that_contradict_each_other_are_refused(within, variables, message):
     within(variables)
     with pytest.raises(ConfigError, match=message):
         sg.Run(accelerator="cpu")
-    assert sg.Run(accelerator="cpu", environment="slurm").context.place.rank == 1
+    assert sg.Run(accelerator="cpu", environment="slurm").place.rank == 1
 
 
 def test_the_losers_reasons_are_told(within):

@@ -207,4 +207,4 @@ def test_a_batch_is_copied_when_it_is_its_turn_and_between_the_users_methods(mod
 
 def test_a_run_on_the_cpu_has_no_copy_stream():
     with sg.Run(accelerator=CPUAccelerator()) as run:
-        assert run.context.copy_stream is None
+        assert run.copy_stream is None

@@ -121,8 +121,8 @@ def _save_in_the_background(rank, world_size, folder):
     def main(run):
         dist.new_group = refuse
         run.save(f"{folder}/a.ckpt", model=run.setup(torch.nn.Linear(2, 2)))
-        run.context.wait_for_saves()
-        return [each.timeout.total_seconds() for each in run.context.saver._groups]
+        run.wait_for_saves()
+        return [each.timeout.total_seconds() for each in run.saver._groups]
 
     return run.launch(main)
 
@@ -342,7 +342,7 @@ def test_gloo_connects_ranks_when_they_send_where_it_stands_beside_nccl(recorded
 def _split(rank, world_size):
     run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
     run.connect()
-    made, make, whole = [], dist.new_group, run.context.collectives
+    made, make, whole = [], dist.new_group, run.collectives
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", lambda ranks, **options: made.append(ranks) or make(ranks, **options))
         columns = whole.split([[0, 2], [1, 3]])
@@ -356,7 +356,7 @@ def _split(rank, world_size):
 def _split_of_a_part(rank, world_size):
     run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
     run.connect()
-    bound, make, whole = [], dist.new_group, run.context.collectives
+    bound, make, whole = [], dist.new_group, run.collectives
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dist,

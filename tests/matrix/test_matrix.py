@@ -137,7 +137,7 @@ def check(cell, batches, used, weights_of_ranks):
     """The weights are near those of fp32, and the same on all ranks."""
     weights, used = weights_of_ranks[0], [batches[index] for index in used] + batches[4:]
     if len(used) == 8:  # an overflow in the second half would not be told
-        tolerance = tolerance_of(sg.Run(precision=cell.precision, accelerator="cpu").context.policy)
+        tolerance = tolerance_of(sg.Run(precision=cell.precision, accelerator="cpu").policy)
         assert relative_difference(weights, train_module_plainly(Net(), used)[0]) < FAR.get(
             cell.comm_hook, max(tolerance, 2e-2)
         ), title(cell)

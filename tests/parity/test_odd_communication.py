@@ -107,7 +107,7 @@ def _saves_and_loads(rank, world_size, folder):
         return (run, module, *run.setup(module, module.configure_optimizers()))
 
     def norm(run):
-        return run.stack.comm_hooks[0].plugin.statistics(run.context)["error_norm"]
+        return run.stack.comm_hooks[0].plugin.statistics(run)["error_norm"]
 
     run, module, model, optimizer = make()
     for x, y in BATCHES[:3]:

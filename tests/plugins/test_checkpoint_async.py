@@ -143,7 +143,7 @@ def test_the_next_save_waits_and_tells(tmp_path):
             run.ask(
                 "save_checkpoint", state={"state_dict": {"w": torch.full((1000,), float(value))}}, path=tmp_path / "x"
             )
-        run.context.wait_for_saves()
+        run.wait_for_saves()
         assert float(read_any(tmp_path / "x")["state_dict"]["w"][0]) == 4
         (tmp_path / "file").write_text("")
         run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / "file" / "x")
@@ -156,7 +156,7 @@ def test_the_next_save_waits_and_tells(tmp_path):
 def test_loading_waits_for_what_is_being_saved(tmp_path):
     with sg.Run(accelerator="cpu", checkpoint={"name": "full", "async_save": True}) as run:
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(10_000_000)}}, path=tmp_path / "x")
-        assert read_checkpoint(run.context, tmp_path / "x")["state_dict"]["w"].sum() == 10_000_000
+        assert read_checkpoint(run, tmp_path / "x")["state_dict"]["w"].sum() == 10_000_000
 
 
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
@@ -164,7 +164,7 @@ def test_values_other_than_tensors_are_refused_at_once(checkpoint, tmp_path):
     with sg.Run(accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}) as run:
         with pytest.raises(CheckpointError, match="values.deep"):
             run.ask("save_checkpoint", state={"values": {"deep": object()}}, path=tmp_path / "x")
-        assert not run.context.is_saving
+        assert not run.is_saving
 
 
 @pytest.mark.parametrize("checkpoint", list(FORMATS))

@@ -134,7 +134,7 @@ def _fill_the_disk_everywhere(rank, world_size, checkpoint, path, victim):
         said.clear()
         for at in range(1, total + 1):
             save(2, at)
-            assert run.context.checkpoint_format.is_whole(path), (at, said[-1])
+            assert run.checkpoint_format.is_whole(path), (at, said[-1])
     return said
 
 

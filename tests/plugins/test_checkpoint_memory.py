@@ -173,7 +173,7 @@ def _peak_of_gathering(rank, ranks, checkpoint, strategy, folder):
     before = resident("VmRSS")
     run.save(Path(folder) / "a.ckpt", model=model, optimizer=optimizer)
     peak = resident("VmHWM") - before
-    run.context.wait_for_saves()
+    run.wait_for_saves()
     run.collectives.barrier()
     return peak
 
@@ -211,7 +211,7 @@ def _gathered_twice(rank, ranks, checkpoint, folder):
         for parameter in model.module.parameters():
             parameter.zero_()
     go_on.set()
-    run.context.wait_for_saves()
+    run.wait_for_saves()
     run.collectives.barrier()
     return wanted
 
@@ -376,7 +376,7 @@ def _save_and_read_shards(rank, ranks, path):
     run.connect()
     wanted = shards()
     run.ask("save_checkpoint", state={"state_dict": wanted}, path=Path(path))
-    state = read_checkpoint(run.context, Path(path))["state_dict"]
+    state = read_checkpoint(run, Path(path))["state_dict"]
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in wanted.items()}
     run.collectives.barrier()
     left = list(folder.glob("stratagem-*.bin"))

@@ -348,7 +348,7 @@ def test_a_folder_of_checkpoints_is_not_a_checkpoint(tmp_path):
         with pytest.raises(
             CheckpointError, match="is a folder and not a checkpoint; .* pass one of those in it: x.ckpt"
         ):
-            read_checkpoint(run.context, tmp_path)
+            read_checkpoint(run, tmp_path)
     with pytest.raises(CheckpointError, match="pass one of those in it: x.ckpt"):
         read_any(tmp_path)
 
@@ -374,7 +374,7 @@ def test_a_users_files_in_a_checkpoint_are_kept(tmp_path, form):
     with sg.Run(accelerator="cpu", checkpoint=form) as run:
         for value in range(3):
             run.ask("save_checkpoint", state={"state_dict": {"w": torch.full((3,), float(value))}}, path=path)
-            assert read_checkpoint(run.context, path)["state_dict"]["w"].tolist() == [value] * 3
+            assert read_checkpoint(run, path)["state_dict"]["w"].tolist() == [value] * 3
             if value == 0:
                 (path / "notes.txt").write_text("mine")
                 (path / "figures" / "best").mkdir(parents=True)
@@ -409,7 +409,7 @@ def test_a_users_files_in_a_damaged_checkpoint_are_kept(tmp_path):
         (path / "tensors.bin").write_bytes(b"")
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.zeros(3)}}, path=path)
 
-        assert read_checkpoint(run.context, path)["state_dict"]["w"].tolist() == [0.0] * 3
+        assert read_checkpoint(run, path)["state_dict"]["w"].tolist() == [0.0] * 3
     assert (path / "notes.txt").read_text() == "mine"
 
 

@@ -242,9 +242,7 @@ def test_a_folder_of_objects_may_be_copied_to_a_disk(tmp_path):
         (tmp_path / "x.ckpt").mkdir()
         for path in as_path("memory://there/x.ckpt").iterdir():
             (tmp_path / "x.ckpt" / path.name).write_bytes(path.read_bytes())
-        assert torch.equal(
-            read_checkpoint(run.context, tmp_path / "x.ckpt")["state_dict"]["w"], _large(3)["state_dict"]["w"]
-        )
+        assert torch.equal(read_checkpoint(run, tmp_path / "x.ckpt")["state_dict"]["w"], _large(3)["state_dict"]["w"])
     assert ShardedCheckpoint().is_whole(tmp_path / "x.ckpt")
 
 

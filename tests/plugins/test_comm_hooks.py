@@ -118,7 +118,7 @@ class Recorded(Collectives):
 def sent(hook, buffer):
     """Return what came of sending `buffer` through `hook`, and the dtypes that travelled."""
     wire = Recorded()
-    reduce = sg.Run(strategy="ddp", comm_hook=[hook], accelerator="cpu").context.bucket_reducer(over=wire)
+    reduce = sg.Run(strategy="ddp", comm_hook=[hook], accelerator="cpu").bucket_reducer(over=wire)
     return reduce(Bucket(buffer=buffer)).wait(), wire.seen
 
 
@@ -495,7 +495,7 @@ def _bytes(rank, world_size, hooks):
     for hook in hooks:
         run = sg.Run(strategy="ddp", comm_hook=hook, devices=world_size, accelerator="cpu")
         run.connect()
-        reduce = run.context.bucket_reducer()
+        reduce = run.bucket_reducer()
         run.collectives.traffic.counts.clear()
         reduce(one_bucket()).wait()
         counted.append({name: count.wire for (name, _), count in run.collectives.traffic.counts.items()})
@@ -853,7 +853,7 @@ def test_another_number_of_ranks_keeps_the_sum_of_residuals(tmp_path):
 
 
 def test_what_is_remembered_belongs_to_a_run_and_its_module():
-    run, other = (sg.Run(strategy="ddp", comm_hook=OneBit(), accelerator="cpu").context for _ in range(2))
+    run, other = (sg.Run(strategy="ddp", comm_hook=OneBit(), accelerator="cpu") for _ in range(2))
     hook = run.stack.comm_hooks[0].plugin
     first, second = Net(), Net()
 
@@ -932,7 +932,7 @@ def test_a_matrix_of_low_rank_arrives_whole(dtype, epsilon):
     bucket = Bucket(buffer=buffer, parameters=(torch.nn.Parameter(outer),), gradients=(buffer.view(20, 30),))
     run = sg.Run(strategy="ddp", comm_hook=powersgd(orthogonalization_epsilon=epsilon), accelerator="cpu")
 
-    result = run.context.bucket_reducer()(bucket).wait().view(20, 30)
+    result = run.bucket_reducer()(bucket).wait().view(20, 30)
 
     assert result.dtype == dtype
     assert float((result - outer).abs().max()) < (0.3 if dtype == torch.bfloat16 else 1e-4)
@@ -943,8 +943,8 @@ def test_a_matrix_of_low_rank_arrives_whole(dtype, epsilon):
 def test_nothing_is_a_dead_end_for_a_warm_start(value, epsilon):
     hook = PowerSGD(start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
     run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
-    reduce = run.context.bucket_reducer()
-    hook._checks.of(run.context).steps = 2
+    reduce = run.bucket_reducer()
+    hook._checks.of(run).steps = 2
 
     reduce(one_bucket(value)).wait()
     result = reduce(one_bucket(3.0)).wait()
@@ -1001,7 +1001,7 @@ def test_residuals_follow_the_loss_scale_on_the_device():
 def test_nothing_is_lost_on_one_rank():
     for hook in (Int8(), TopK(), OneBit(start_iter=0)):
         run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
-        result = run.context.bucket_reducer()(Bucket(buffer=torch.tensor([1.0, -0.1, 0.003]))).wait()
+        result = run.bucket_reducer()(Bucket(buffer=torch.tensor([1.0, -0.1, 0.003]))).wait()
         assert result.tolist() == pytest.approx([1.0, -0.1, 0.003])
 
 

@@ -194,7 +194,7 @@ def _scheduled(rank, world_size, stage):
         run.optimizer_step(optimizer)
         optimizer.zero_grad()
         scheduler.step()
-        rates.append(run.context.model.engine.optimizer.param_groups[0]["lr"])
+        rates.append(run.model.engine.optimizer.param_groups[0]["lr"])
     said = outcome(lambda: run.optimizer_step(optimizer))
     run.close()
     return rates, said

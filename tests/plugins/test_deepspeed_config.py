@@ -507,7 +507,7 @@ def test_windows_and_batch_sizes_that_disagree_are_an_error_that_names_both(conf
 
 
 def test_a_loop_of_the_user_accumulates():
-    run = sg.Run(strategy="ddp", accelerator="cpu", devices=1).context
+    run = sg.Run(strategy="ddp", accelerator="cpu", devices=1)
 
     assert engine_config(configured(gradient_accumulation_steps=1), run)["gradient_clipping"] == 0.0
     assert "a loop of your own accumulates itself" in refusal(

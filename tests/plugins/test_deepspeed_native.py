@@ -300,7 +300,7 @@ def _bare(rank, world_size, stage, path, prefix="", config=None):
 
     from stratagem_deepspeed import start
 
-    run = sg.Run(strategy=DeepSpeedStrategy(stage=stage), devices=world_size, accelerator="cpu").context
+    run = sg.Run(strategy=DeepSpeedStrategy(stage=stage), devices=world_size, accelerator="cpu")
     run.connect()
     start.join(run)
     wrapper = torch.nn.Module()

@@ -41,7 +41,7 @@ def imported():
 
 def connected(strategy="deepspeed_stage_2", devices=2):
     """A run that has joined the others, as far as `wrap_model` takes it."""
-    run = sg.Run(strategy=strategy, devices=devices, accelerator="cpu").context
+    run = sg.Run(strategy=strategy, devices=devices, accelerator="cpu")
     run.connect()
     start.join(run)
     return run

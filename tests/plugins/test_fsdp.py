@@ -455,7 +455,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("strategy", ["fsdp", "parallel"])
 def test_blocks_may_be_named_as_such(strategy):
     options = {"name": strategy, "auto_wrap_policy": "blocks"} | ({"shard": 2} if strategy == "parallel" else {})
-    run, model = sg.Run(strategy=options, devices=2, accelerator="cpu").context, Blocks()
+    run, model = sg.Run(strategy=options, devices=2, accelerator="cpu"), Blocks()
 
     assert units.units_of(model, run.strategy.auto_wrap_policy, "policy") == list(model.layers)
 

@@ -167,7 +167,7 @@ def _fit_into(rank, size, folder):
 @pytest.mark.parametrize("step", ["on_fit_start", "log_metrics"])
 def test_a_folder_without_permission_is_named(tmp_path, monkeypatch, step):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # the tests may run as root
-    logger, run = CSVLogger(), sg.Run(accelerator="cpu", default_root_dir=tmp_path).context
+    logger, run = CSVLogger(), sg.Run(accelerator="cpu", default_root_dir=tmp_path)
     with pytest.raises(ConfigError, match=rf"default_root_dir leads to .*no permission to write to {tmp_path}"):
         logger.on_fit_start(run) if step == "on_fit_start" else logger.log_metrics({"a": 1}, 0, run)
 

@@ -70,7 +70,7 @@ def sessions(folder):
 
 
 def log(logger, metrics, step, tmp_path):
-    logger.log_metrics(metrics, step, sg.Run(accelerator="cpu", default_root_dir=tmp_path).context)
+    logger.log_metrics(metrics, step, sg.Run(accelerator="cpu", default_root_dir=tmp_path))
 
 
 # --- Metrics ---------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_a_failed_run_says_so_and_keeps_what_it_logged(tmp_path):
 
 
 def test_a_loop_of_ones_own_logs_hyper_parameters_at_once(tmp_path):
-    run = sg.Run(accelerator="cpu", default_root_dir=tmp_path).context
+    run = sg.Run(accelerator="cpu", default_root_dir=tmp_path)
     logger = TensorBoardLogger()
     logger.log_hyperparams({"lr": 0.25}, run)
     logger.close()

@@ -65,9 +65,9 @@ CALLS = {
 RUN_CALLS = {
     "run.save": lambda run: run.save("x.ckpt", model=torch.nn.Linear(1, 1)),
     "run.load": lambda run: run.load("x.ckpt", model=torch.nn.Linear(1, 1)),
-    "run.clip_gradients": lambda run: run.clip_gradients(run.context.optimizers[0], max_norm=1.0),
+    "run.clip_gradients": lambda run: run.clip_gradients(run.optimizers[0], max_norm=1.0),
     "run.setup": lambda run: run.setup(torch.nn.Linear(2, 2)),
-    "filler": lambda run: run.context.materializer(torch.nn.Linear(2, 2)),
+    "filler": lambda run: run.materializer(torch.nn.Linear(2, 2)),
 }
 
 
@@ -89,14 +89,14 @@ def _leave_out(rank, world_size, names):
         if clips:
             model = torch.nn.Linear(2, 2)
             _, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-            run.context.optimizers = [optimizer]
+            run.optimizers = [optimizer]
         board = run.collectives.key_value_store()
         if rank == 1:
             _elsewhere(board)
         else:
             act = RUN_CALLS.get(name) or (lambda run, call=CALLS[name]: call(run.collectives))
             begun = time.monotonic()
-            call = functools.partial(carry_out, run.context, functools.partial(_with, act, run))
+            call = functools.partial(carry_out, run, functools.partial(_with, act, run))
             said[name] = _outcome(call), time.monotonic() - begun
             board.put("told", "")
         run.close()

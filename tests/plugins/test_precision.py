@@ -98,9 +98,7 @@ def test_full_precision_leaves_everything_alone(precision):
 def test_true_precision_keeps_integers_and_containers():
     strategy = sg.Run(precision="bf16-true", accelerator="cpu")
     with strategy as run:
-        moved = run.context.transfer(
-            {"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.long), "pair": (torch.ones(1), "a")}
-        )
+        moved = run.transfer({"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.long), "pair": (torch.ones(1), "a")})
 
     assert moved["x"].dtype == torch.bfloat16
     assert moved["ids"].dtype == torch.long
@@ -123,7 +121,7 @@ def test_true_precision_converts_subclasses_of_containers_and_keeps_their_type()
         pass
 
     with sg.Run(precision="64-true", accelerator="cpu") as run:
-        moved = run.context.transfer(Batch(x=[torch.ones(2)]))
+        moved = run.transfer(Batch(x=[torch.ones(2)]))
 
     assert type(moved) is Batch
     assert moved["x"][0].dtype == torch.float64
@@ -134,7 +132,7 @@ def test_true_precision_does_not_make_complex_numbers_real(precision):
     module = net()
     module.register_parameter("phase", torch.nn.Parameter(torch.tensor([1 + 2j])))
 
-    sg.Run(precision=precision, accelerator="cpu").context.prepare(module)
+    sg.Run(precision=precision, accelerator="cpu").prepare(module)
 
     assert module.phase.tolist() == [1 + 2j]
     assert module[0].weight.dtype != torch.float32
@@ -145,7 +143,7 @@ def test_complex_parameters_are_refused_where_the_loss_is_scaled():
     module.register_parameter("phase", torch.nn.Parameter(torch.tensor([1 + 2j])))
 
     with pytest.raises(ConfigError, match="phase is complex64 under precision '16-mixed'.*bf16-mixed"):
-        sg.Run(precision="16-mixed", accelerator="cpu").context.prepare(module)
+        sg.Run(precision="16-mixed", accelerator="cpu").prepare(module)
 
 
 def test_models_are_built_in_true_precision_and_the_default_dtype_returns_after_an_error():
@@ -418,10 +416,10 @@ def test_lbfgs_is_refused_under_loss_scaling():
 
 def test_the_scale_survives_a_restart():
     first = ScaledPrecision(init_scale=8.0)
-    first.prepare_module(net(), sg.Run(accelerator="cpu").context)
+    first.prepare_module(net(), sg.Run(accelerator="cpu"))
     second = ScaledPrecision()
     second.load_state_dict(first.state_dict())
-    second.prepare_module(net(), sg.Run(accelerator="cpu").context)
+    second.prepare_module(net(), sg.Run(accelerator="cpu"))
 
     assert second.scaler.get_scale() == 8.0
 

@@ -40,7 +40,7 @@ def tuning_variables():
 
 
 def a_run(**options):
-    return sg.Run(strategy={"name": "ddp", **options}, devices=2, accelerator="cpu").context
+    return sg.Run(strategy={"name": "ddp", **options}, devices=2, accelerator="cpu")
 
 
 def connect(run, backend="nccl"):

@@ -90,7 +90,7 @@ def _on_the_device(rank, world_size, folder):
                 optimizer.zero_grad()
             lives = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
             lives |= {_memory(tensor) for entry in optimizer.state.values() for _, tensor in _tensors(entry)}
-            ask = run.context.ask
+            ask = run.ask
 
             def listen(hook, **arguments):
                 if hook == "save_checkpoint":
@@ -102,10 +102,10 @@ def _on_the_device(rank, world_size, folder):
                     ]  # fmt: skip
                 return ask(hook, **arguments)
 
-            run.context.ask = listen
+            run.ask = listen
             with _Recorder() as recorder:
                 run.save(f"{folder}/{name}.ckpt", model=model, optimizer=optimizer)
-            del run.context.ask
+            del run.ask
 
         run.launch(main)
         run.close()
@@ -181,9 +181,9 @@ def test_copies_for_a_save_in_the_background_are_queued_and_awaited_once(kind, q
             assert queued[: len(expected) + 1] == [*expected, "wait"]
             for tensor in state["state_dict"].values():
                 tensor.zero_()
-            run.context.wait_for_saves()
+            run.wait_for_saves()
 
-    saved = read_checkpoint(sg.Run(checkpoint=kind(), accelerator="cpu").context, tmp_path / "a")["state_dict"]
+    saved = read_checkpoint(sg.Run(checkpoint=kind(), accelerator="cpu"), tmp_path / "a")["state_dict"]
     assert {name: tensor.tolist() for name, tensor in saved.items()} == {
         name: tensor.tolist() for name, tensor in _three()["state_dict"].items()
     }

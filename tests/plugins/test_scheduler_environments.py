@@ -82,17 +82,17 @@ def test_each_mpi_tells_the_rank(within, name):
     those of MVAPICH in the user guide of MVAPICH2 2.3, section 9.
     """
     run = within(MPIS[name] | ADDRESS)
-    place = run.context.place
+    place = run.place
 
     assert run.stack.environment.name == "mpi"
     assert (place.rank, place.local_rank, place.node_rank, place.world_size) == (3, 1, 1, 4)
     assert (place.num_nodes, place.main_address, place.main_port) == (2, "h1", 1234)
-    assert run.context.num_nodes == 2
+    assert run.num_nodes == 2
 
 
 def test_nodes_are_numbered_where_ranks_go_round_the_nodes(within):
     """`mpirun --map-by node`."""
-    place = within(OPEN_MPI | ADDRESS | {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}).context.place
+    place = within(OPEN_MPI | ADDRESS | {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}).place
 
     assert (place.rank, place.local_rank, place.node_rank) == (2, 1, 0)
 
@@ -103,7 +103,7 @@ def test_uneven_nodes_need_their_numbers_told(within):
         "OMPI_MCA_orte_num_nodes": "2",
     }  # fmt: skip
     refused(within(uneven), "from which the number of this node does not follow; expected .* NODE_RANK on each")
-    place = within(uneven | {"NODE_RANK": "0"}).context.place
+    place = within(uneven | {"NODE_RANK": "0"}).place
     assert (place.node_rank, place.num_nodes, place.local_world_size) == (0, 2, 3)
 
 
@@ -193,7 +193,7 @@ def test_pods_are_nodes(within, job):
     assert (pods.node_rank, pods.num_nodes, pods.local_size) == (node_rank, num_nodes, local_size)
 
     run = within(variables)
-    place, local = run.context.place, local_size or 1
+    place, local = run.place, local_size or 1
     assert run.stack.environment.name == "kubeflow"
     assert (place.node_rank, place.num_nodes, place.local_world_size) == (node_rank, num_nodes, local)
     assert (place.rank, place.world_size) == (node_rank * local, num_nodes * local)
@@ -248,7 +248,7 @@ def test_torchrun_in_a_pod_wins(within):
     run = within(JOBS["PyTorchJob, nprocPerNode 2"][0] | elastic)
 
     assert run.stack.environment.name == "torchelastic"
-    assert run.context.place.rank == 3
+    assert run.place.rank == 3
 
 
 # --- LSF ---------------------------------------------------------------------------------------------------------
@@ -279,11 +279,11 @@ def test_the_rank_file_lists_hosts_by_process(within, tmp_path):
     """
     ranks = tmp_path / "ranks"
     ranks.write_text("batch1\nhost7\nhost7\nhost8\nhost8\n")
-    place = within(JSRUN | {"LSB_DJOB_RANKFILE": str(ranks)}).context.place
+    place = within(JSRUN | {"LSB_DJOB_RANKFILE": str(ranks)}).place
 
     assert place.main_address == "host7"
-    assert within(JSRUN | {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7"}).context.place.main_address == "10.1.1.1"
-    assert within(JSRUN | {"LSB_JOBINDEX": "2"}).context.place.main_port != port_of("123", 0)
+    assert within(JSRUN | {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7"}).place.main_address == "10.1.1.1"
+    assert within(JSRUN | {"LSB_JOBINDEX": "2"}).place.main_port != port_of("123", 0)
 
 
 def test_a_node_is_found_by_its_name(within):
@@ -291,7 +291,7 @@ def test_a_node_is_found_by_its_name(within):
     without = {name: value for name, value in JSRUN.items() if name != "JSM_NAMESPACE_LOCAL_SIZE"}
     place = within(
         without | {"LSB_MCPU_HOSTS": hosts, "JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_LOCAL_RANK": "0"}
-    ).context.place
+    ).place
 
     assert (place.node_rank, place.local_world_size) == (1, 2)
 

@@ -110,18 +110,18 @@ def test_nodes_may_have_different_numbers_of_tasks(within):
     within(UNEVEN)
     run = sg.Run(accelerator="cpu")
 
-    place = run.context.place
+    place = run.place
     assert run.stack.environment.name == "slurm"
     assert (place.rank, place.local_rank, place.local_world_size, place.num_nodes) == (3, 0, 1, 2)
-    assert run.context.num_processes == 1
-    assert run.context.num_nodes == 2
+    assert run.num_processes == 1
+    assert run.num_nodes == 2
     within(UNEVEN | {"SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
-    assert sg.Run(accelerator="cpu").context.num_processes == 3
+    assert sg.Run(accelerator="cpu").num_processes == 3
 
 
 def test_exported_addresses_replace_those_of_the_step(within):
     within(TASK | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4321"})
-    place = sg.Run(accelerator="cpu").context.place
+    place = sg.Run(accelerator="cpu").place
 
     assert (place.main_address, place.main_port) == ("10.0.0.9", 4321)
     within(TASK | {"MASTER_PORT": "99999"})

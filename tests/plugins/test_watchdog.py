@@ -38,7 +38,7 @@ def _child_of(rank, world_size, folder):
         os.environ["STRATAGEM_REPORTS"] = folder
         run = _run(world_size)
         run.connect()
-        Watchdog(run.context, _diagnosis(run).endpoints, interval_s=0.2, stuck_s=0.5).start()
+        Watchdog(run, _diagnosis(run).endpoints, interval_s=0.2, stuck_s=0.5).start()
         run.collectives.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -103,13 +103,13 @@ def _report(rank, world_size):
     run = _run(world_size)
     run.connect()
     started = _diagnosis(run).watchdog
-    watchdog = Watchdog(run.context, _diagnosis(run).endpoints, interval_s=60)
+    watchdog = Watchdog(run, _diagnosis(run).endpoints, interval_s=60)
     run.collectives.barrier()
     if rank == 1:
-        explained(ValueError("no such file"), run.context)
+        explained(ValueError("no such file"), run)
     run.collectives.barrier()
     said = str(watchdog._lost())
-    later = Watchdog(run.context, _diagnosis(run).endpoints, interval_s=60)._lost()
+    later = Watchdog(run, _diagnosis(run).endpoints, interval_s=60)._lost()
     run.collectives.barrier()  # neither is gone before
     return started, said, later
 
@@ -273,10 +273,10 @@ def test_a_healthy_run_opens_no_connection_to_the_store():
 def _appended(rank, world_size):
     run = _run(world_size)
     run.connect()
-    store = run.context.collectives.key_value_store()
+    store = run.collectives.key_value_store()
     for number in range(20):
         store.append("list", f"{rank}-{number} ")
-    run.context.collectives.barrier()
+    run.collectives.barrier()
     return sorted(store.get("list").split())
 
 

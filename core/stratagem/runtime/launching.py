@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import define
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from stratagem.runtime.context import Context
 
+R = TypeVar("R", bound="Context")
+
 #: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
 EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
 
@@ -27,7 +29,7 @@ EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
 _EXPLAINED = "_explained_by_stratagem"
 
 
-def launch(run: Context, main: Callable[[Context], Any], module: nn.Module | None = None) -> Any:
+def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) -> Any:
     """Start the processes of this node, call ``main(run)`` in each, and return rank 0's result.
 
     Where the processes exist already (torchrun, a scheduler, an earlier launch), only call `main`.
@@ -66,7 +68,7 @@ def _whole_world(run: Context) -> World:
     return World(world_size=run.num_processes * num_nodes, local_world_size=run.num_processes, num_nodes=num_nodes)
 
 
-def carry_out(run: Context, main: Callable[[Context], Any]) -> Any:
+def carry_out(run: R, main: Callable[[R], Any]) -> Any:
     """Return what ``main(run)`` returns; if another rank makes it fail, say which one and how."""
     run.collectives.failed = False
     try:
@@ -112,7 +114,7 @@ class _ProcessBody:
     """What runs in each process; pickled where the launcher needs that."""
 
     run: Context
-    main: Callable[[Context], Any]
+    main: Callable[[Any], Any]
     #: The launcher does not train in its own process, and gets what this one returns.
     is_worker: bool = False
     #: The launching process's, so that a seed set there holds here.

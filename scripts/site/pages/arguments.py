@@ -34,6 +34,10 @@ are keywords, and set in code alone.
 {PLUGINS}"""
 
 
+#: What a loop of one's own calls, and `Run` inherits.
+OF_CONTEXT = ("connect", "close", "init_context", "backward", "clip_gradients", "ask", "explain", "print")
+
+
 def trainer_page(root: Path) -> str:
     """Return the page of the trainer."""
     own = {field.name for field in attrs.fields(TrainerSettings)} - {field.name for field in attrs.fields(RunSettings)}
@@ -57,7 +61,9 @@ def run_page(root: Path) -> str:
     names = [name for name in inspect.signature(sg.Run).parameters if name != "settings"]
     return "\n".join([
         RUN, "## Arguments\n", *_arguments(sg.Run, RunSettings, names), "## Methods and attributes\n",
-        members(root, "stratagem.runtime.run.Run", without={"context"}),
+        members(root, "stratagem.runtime.run.Run"),
+        members(root, "stratagem.runtime.context.Context", only=OF_CONTEXT),
+        "It is what hooks receive as `run`: [what hooks receive](context.md) has the rest.\n",
     ])  # fmt: skip
 
 

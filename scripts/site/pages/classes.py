@@ -68,16 +68,23 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def members(
-    root: Path, path: str, without: tuple[str, ...] | set[str] = (), level: int = 3, attributes: bool = True
-) -> str:
-    """Return a directive of mkdocstrings for each public member that the class at `path` defines.
+    root: Path, path: str, without: tuple[str, ...] | set[str] = (), level: int = 3, attributes: bool = True,
+    only: tuple[str, ...] = (),
+) -> str:  # fmt: skip
+    """Return a directive of mkdocstrings for each public member that the class at `path` defines, or for `only` some.
 
     Raises:
         MissingTextError: a member has no docstring and no ``#:`` comment.
     """
     directives = []
     for name, member in _class_at(root, path).members.items():
-        if name.startswith("_") or name in without or member.is_alias or not (attributes or member.is_function):
+        if (
+            name.startswith("_")
+            or name in without
+            or (only and name not in only)
+            or member.is_alias
+            or not (attributes or member.is_function)
+        ):
             continue
         required(member.docstring.value if member.docstring else "", f"{path}.{name}")
         directives.append(f"::: {path}.{name}\n    options:\n      heading_level: {level}\n")

@@ -163,11 +163,11 @@ class CheckpointConformance(Conformance):
 
     def _save(self, state: dict[str, Any], path: Path) -> None:
         with sg.Run(**self.choose(strategy=catalog.default("strategy"))) as run:
-            run.context.ask("save_checkpoint", state=state, path=path)
+            run.ask("save_checkpoint", state=state, path=path)
 
     def _load(self, path: Path) -> dict[str, Any]:
         with sg.Run(**self.choose(strategy=catalog.default("strategy"))) as run:
-            state: dict[str, Any] = run.context.ask("load_checkpoint", path=path)
+            state: dict[str, Any] = run.ask("load_checkpoint", path=path)
             return state
 
 

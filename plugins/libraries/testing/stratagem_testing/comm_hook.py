@@ -59,7 +59,7 @@ class CommHookConformance(Conformance):
     def test_does_not_wait(self) -> None:
         """It leaves backward alone: several buckets may be on their way, and their answers come in any order."""
         run, paper = sg.Run(**self.choose()), _SimulatedRanks()
-        reduce = run.context.bucket_reducer(over=paper)
+        reduce = run.bucket_reducer(over=paper)
         assert reduce is not None
         futures = [reduce(_of_one_parameter(index)) for index in range(2)]
 
@@ -187,7 +187,7 @@ def _of_one_parameter(index: int) -> Bucket:
 def _connected(size: int, choose: dict[str, Any]) -> tuple[sg.Run, Any]:
     run = sg.Run(**(choose | {"devices": size}))
     run.connect()
-    return run, run.context.bucket_reducer()
+    return run, run.bucket_reducer()
 
 
 def _average_buckets(rank: int, size: int, choose: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Any]]:

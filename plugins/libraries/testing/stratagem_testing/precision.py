@@ -273,7 +273,7 @@ def _transfer(rank: int, size: int, choose: dict[str, Any]) -> Any:
     with sg.Run(accelerator=choose["accelerator"], precision=choose["precision"]) as run:
         number = torch.ones(2)
         batch = {"f": number, "o": [torch.ones(2).long(), number > 0, torch.ones(2) * 1j, "text", (number,), [number]]}
-        moved = run.context.transfer(batch)
+        moved = run.transfer(batch)
     kinds = [str(each.dtype) if isinstance(each, Tensor) else each for each in moved["o"]]
     return {
         "float": str(moved["f"].dtype),
@@ -310,10 +310,10 @@ def _tiny_gradients(module: sg.Module, run: Any = None, model: Any = None) -> Te
 
 def _scaled_gradients(rank: int, size: int, choose: dict[str, Any], make: Any) -> Tensor:
     run, model, optimizer = _own_run(choose, make)
-    _tiny_gradients(run.context.module, run, model)  # type: ignore[arg-type]
+    _tiny_gradients(run.module, run, model)  # type: ignore[arg-type]
     run.clip_gradients(optimizer, max_value=1e30)  # unscales
-    assert run.context.module is not None
-    return torch.cat([p.grad.flatten().float() for p in run.context.module.parameters() if p.grad is not None])
+    assert run.module is not None
+    return torch.cat([p.grad.flatten().float() for p in run.module.parameters() if p.grad is not None])
 
 
 def _first_half(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any, path: Path) -> None:

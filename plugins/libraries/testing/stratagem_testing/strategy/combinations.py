@@ -29,7 +29,7 @@ class CombinationChecks(StrategyChecks):
         if reason := refusal(lambda: sg.Trainer(**self._arguments(world_size, precision=precision))):
             pytest.skip(reason)
         batches = self.batches(8)
-        policy = sg.Run(precision=precision, accelerator=self.accelerator).context.policy
+        policy = sg.Run(precision=precision, accelerator=self.accelerator).policy
 
         results = self._train(world_size, Net, batches, precision=precision)
 

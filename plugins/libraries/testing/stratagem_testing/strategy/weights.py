@@ -179,7 +179,7 @@ def _train_in_own_loop(
         module = make()
         model, optimizer = run.setup(module, module.configure_optimizers())
         norms = []
-        mine = part(batches, run.context.mesh.data_shard, run.context.mesh.num_data_shards)
+        mine = part(batches, run.mesh.data_shard, run.mesh.num_data_shards)
         for number, (x, y) in enumerate(run.dataloader(mine)):
             if number == 2:  # gradients that are dropped before the step
                 run.backward(loss_of(model(-x), y))
@@ -189,8 +189,8 @@ def _train_in_own_loop(
                 norms.append(float(run.clip_gradients(optimizer, max_norm=clip)))
             run.optimizer_step(optimizer)
             optimizer.zero_grad()
-        with run.context.making_whole():
-            state = run.context.ask("model_state", module=module)
+        with run.making_whole():
+            state = run.ask("model_state", module=module)
         return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in state.items()}, "norms": norms}
 
 
