@@ -152,6 +152,96 @@ def test_it_is_listed_where_it_acts(capsys):
     assert all("judge" not in entry.name for entry in registry.entries())
 
 
+OTHERS = {
+    "a class": ("referee = acme_others:Referee", "is <class 'acme_others.Referee'>; expected stratagem.api.Kind"),
+    "another name": ("referee = acme_others:JUDGE", r"is Kind\('judge', ...\); expected stratagem.api.Kind\('referee'"),
+    "twice": ("judge = acme_others:JUDGE", "kind 'judge' of acme-others 1.0 is also the kind of another package"),
+    "of the engine": ("strategy = acme_others:STRATEGY", "kind 'strategy' .* is also the kind of another package"),
+    "an argument": ("steps = acme_others:STEPS", "has the argument 'max_steps', which exists already"),
+    "a word": ("words = acme_others:WORDS", "has the argument 'sources', which exists already"),
+    "a hook": ("hooked = acme_others:HOOKED", "adds the hook 'judge', which exists already"),
+}
+
+OTHER_SOURCE = """
+    import acme_judges
+    from stratagem.api import Kind, Plugin
+
+    class Referee(Plugin): ...
+
+    JUDGE, STRATEGY = Kind("judge", Referee), Kind("strategy", Referee)
+    STEPS, WORDS = Kind("steps", Referee, argument="max_steps"), Kind("words", Referee, argument="sources")
+    HOOKED = Kind("hooked", Referee, hooks=acme_judges)
+"""
+
+
+def add(tmp_path, name, points, source):
+    folder = tmp_path / f"{name}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(textwrap.dedent(points))
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+    sys.modules.pop(name, None)
+    registry.refresh()
+
+
+@pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_kind_that_contradicts_another_is_left_out(case, tmp_path):
+    point, warning = OTHERS[case]
+    add(tmp_path, "acme_others", f"[stratagem.kind]\n{point}\n", OTHER_SOURCE)
+    before = list(registry.kinds())  # names of this one are not there
+
+    registry.refresh()
+    with pytest.warns(UserWarning, match=warning):
+        trainer = sg.Trainer(**QUIET, accelerator="cpu", max_steps=3, strategy="single_device")
+
+    assert trainer.settings.max_steps == 3
+    assert before == list(registry.kinds())
+    assert "referee" not in before
+
+
+@pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")
+def test_what_is_denied_is_not_imported(monkeypatch):
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "acme-judges")
+    sys.modules.pop("acme_judges", None)
+
+    sg.Trainer(**QUIET, accelerator="cpu")
+
+    assert "acme_judges" not in sys.modules
+    assert "judge" not in registry.kinds()
+
+
+@pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")
+@pytest.mark.parametrize("nothing", [False, []])
+def test_a_default_that_is_not_wanted_or_not_allowed_is_left_out(nothing, monkeypatch):
+    assert [each.name for each in sg.Run(accelerator="cpu").stack.others] == ["kind"]
+    assert sg.Run(accelerator="cpu", judge=nothing).stack.others == []
+
+    monkeypatch.setenv("STRATAGEM_PLUGINS", ",".join(entry.distribution for entry in registry.entries()
+                                                     if entry.distribution.startswith("stratagem")))  # fmt: skip
+    assert sg.Run(accelerator="cpu").stack.others == []
+
+
+@pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")
+def test_run_files_and_help_know_the_argument(capsys):
+    from stratagem_fit.schema import schema
+
+    with pytest.raises(SystemExit):
+        sg.Trainer.from_cli(["--help"])
+    assert "--judge (the name of a stratagem.Judge" in capsys.readouterr().out
+    assert "judge" in schema()["$defs"]["trainer"]["properties"]
+
+
+@pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")
+def test_one_object_twice_and_a_plugin_of_no_kind_are_refused():
+    callback = sg.Callback()
+
+    with pytest.raises(ConfigError, match="callback 'Callback' is listed twice"):
+        sg.Trainer(**QUIET, callbacks=[callback, callback])
+    with pytest.raises(PluginError, match="of the kind 'referee', which no installed package has"):
+        sg.Trainer(**QUIET, plugins=[type("Foo", (sg.Strategy,), {"kind": "referee"})()])
+
+
 def test_the_engine_runs_without_the_trainer_and_its_names_say_what_to_install():
     code = """
         import sys

@@ -167,7 +167,7 @@ class RunContext(Protocol):
 
     @property
     def settings(self) -> Any:
-        """The arguments of the run, as attributes: see `stratagem.config.settings`."""
+        """The arguments of the run, as attributes: `RunSettings`, or the `TrainerSettings` of a Trainer."""
 
     @property
     def strategy(self) -> Strategy:

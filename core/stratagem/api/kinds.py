@@ -411,16 +411,17 @@ class Kind:
     they implement their duties, and calls their hooks.
     """
 
+    #: The name of the entry point, and the end of the name of the group in which plugins of this kind stand.
     name: str
     #: The class that plugins of this kind derive from.
     base: type[Any]
-    #: Exactly one plugin of this kind is chosen; otherwise any number.
+    #: At most one plugin of this kind is chosen, exactly one if it has a default; otherwise any number.
     single: bool = False
     #: The argument of `Trainer` and `Run` that chooses plugins of this kind; the kind's name unless set.
     argument: str = field()
     #: Hooks that each plugin of this kind must implement.
     duties: tuple[str, ...] = ()
-    #: The plugin that a run has where none is chosen; "" for none.
+    #: The plugin that a run has where none is chosen, unless the argument is False or []; "" for none.
     default: str = ""
     #: A module with specifications of hooks that this kind adds, called with ``run.ask`` and ``run.hook``.
     hooks: Any = None
@@ -432,7 +433,8 @@ class Kind:
     dotted: bool = True
     #: Its plugins act on events of a Trainer: a `Run` has no argument for them.
     needs_trainer: bool = False
-    #: Kinds are called, listed and described in this order.
+    #: Kinds are listed in this order. Plugins of a kind that another package adds are called after those of the
+    #: engine's kinds and before callbacks, among themselves in this order.
     place: int = 80
 
     @argument.default
@@ -441,6 +443,7 @@ class Kind:
 
     @property
     def group(self) -> str:
+        """The entry-point group of plugins of this kind."""
         return f"stratagem.{self.name}"
 
 

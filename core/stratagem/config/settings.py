@@ -217,13 +217,13 @@ def _same_name(one: Any, other: Any) -> bool:
 
 def added_arguments(cls: type[RunSettings]) -> list[str]:
     """Return the arguments that choose plugins of kinds which other packages add."""
-    known, kinds = option_names(cls), registry.kinds().values()
+    known, kinds = option_types(cls), registry.kinds().values()
     return [kind.argument for kind in kinds if kind.argument not in known and kind.needs_trainer <= cls.for_trainer]
 
 
 def option_names(cls: type[Any]) -> list[str]:
-    """Return the arguments of `cls`."""
-    return list(option_types(cls))
+    """Return the arguments of `cls`, and those of kinds that other packages add."""
+    return [*option_types(cls), *added_arguments(cls)]
 
 
 # --- The argument `compile` -------------------------------------------------------------------------------------------
@@ -296,3 +296,8 @@ def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
         return cast(C, wrapper)
 
     return decorate
+
+
+#: Words of command lines and of constructors that are not arguments.
+_OTHER_WORDS = ("config", "help", "sources", "settings")
+registry.reserve((*option_types(RunSettings), *_OTHER_WORDS))

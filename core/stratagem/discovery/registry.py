@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,20 +78,64 @@ def kind_names() -> list[str]:
 
 
 def kinds() -> dict[str, Kind]:
-    """Return the installed kinds of plugins by name, in the order in which their plugins are called."""
-    return _kinds(_generation)
+    """Return the installed kinds of plugins by name, in order of their places."""
+    return _kinds(os.environ.get(ALLOW_VARIABLE, ""), os.environ.get(DENY_VARIABLE, ""))
 
 
 @cache
-def _kinds(generation: int) -> dict[str, Kind]:  # noqa: ARG001 - a cache's key
-    found: list[Kind] = []
-    for entry in _scan():
+def _kinds(allow: str, deny: str) -> dict[str, Kind]:
+    found: dict[str, Kind] = {}
+    # The engine's first: what contradicts them is left out, as a broken package is, since a run may not name either.
+    for entry in sorted(_visible(allow, deny), key=lambda entry: entry.distribution != _ENGINE):
         if entry.kind == "kind":
             try:
-                found.append(entry.load())
-            except PluginError as error:  # a broken package must not touch a run that does not name it
+                kind = entry.load()
+                _check_kind(entry, kind, found)
+            except PluginError as error:
                 warnings.warn(f"the program goes on without it: {error}", stacklevel=2)
-    return {kind.name: kind for kind in sorted(found, key=lambda kind: (kind.place, kind.name))}
+            else:
+                found[entry.name] = kind
+    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+
+
+#: The distribution of the engine's own kinds.
+_ENGINE = "stratagem"
+#: Arguments that do not choose plugins of a kind.
+_RESERVED: set[str] = set()
+
+
+def reserve(arguments: Iterable[str]) -> None:
+    """Keep a kind that another package adds from choosing plugins by one of these `arguments`."""
+    _RESERVED.update(arguments)
+    _kinds.cache_clear()
+
+
+def _check_kind(entry: Entry, kind: Any, earlier: Mapping[str, Kind]) -> None:
+    """Refuse a kind that contradicts what is known of `earlier` ones and of arguments.
+
+    Raises:
+        PluginError: names the package.
+    """
+    from stratagem.api import hooks
+    from stratagem.api.kinds import Kind
+
+    who = f"kind {entry.name!r} of {entry.distribution} {entry.version}"
+    do = f"report it to its author, or uninstall {entry.distribution}"
+    if not isinstance(kind, Kind) or kind.name != entry.name:
+        found = f"Kind({kind.name!r}, ...)" if isinstance(kind, Kind) else repr(kind)
+        raise PluginError(f"{who} is {found}", expected=f"stratagem.api.Kind({entry.name!r}, ...)", do=do)
+    if entry.name in earlier:
+        raise PluginError(f"{who} is also the kind of another package", expected="one package for a kind", do=do)
+    is_added = entry.distribution != _ENGINE
+    if is_added and kind.argument in _RESERVED | {each.argument for each in earlier.values()}:
+        raise PluginError(f"{who} has the argument {kind.argument!r}, which exists already", do=do)
+    taken = {name for module in (hooks, *(each.hooks for each in earlier.values())) for name in _hooks_in(module)}
+    if twice := sorted(taken & _hooks_in(kind.hooks)):
+        raise PluginError(f"{who} adds the hook {twice[0]!r}, which exists already", do=do)
+
+
+def _hooks_in(module: Any) -> set[str]:
+    return {name for name, value in vars(module).items() if hasattr(value, "stratagem_spec")} if module else set()
 
 
 def arguments() -> dict[str, str]:
@@ -119,6 +164,7 @@ def refresh() -> None:
     _scan.cache_clear()
     _visible.cache_clear()
     _named.cache_clear()
+    _kinds.cache_clear()
 
 
 def generation() -> int:

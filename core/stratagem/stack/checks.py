@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def check_hooks(stack: Stack) -> None:
     specifications = hook_specifications()
     answers: dict[str, list[Choice]] = {}
+    _check_listed_once(stack)
     every = [(choice, hook_implementations(choice.plugin)) for choice in stack.active()]
     for choice, implemented in every:
         for hook, marker in implemented.items():
@@ -53,6 +54,14 @@ def check_hooks(stack: Stack) -> None:
                 expected=f"every {choice.kind} to do so",
                 do="its author should add it; docs/hooks.md has the signature",
             )
+
+
+def _check_listed_once(stack: Stack) -> None:
+    known: dict[int, Choice] = {}
+    for choice in stack.active():
+        if known.setdefault(id(choice.plugin), choice) is not choice:
+            raise ConfigError(f"{choice} is listed twice: both are the same object", expected="each object once",
+                              do="drop one of them")  # fmt: skip
 
 
 def _explain_answers(hook: str, choices: list[Choice], stack: Stack) -> None:

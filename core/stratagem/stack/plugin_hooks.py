@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,13 +31,13 @@ def hook_modules() -> list[Any]:
 
 def hook_functions() -> Mapping[str, Callable[..., Any]]:
     """Return the function that specifies each hook, by name."""
-    return _hook_functions(registry.generation())
+    return _functions_in(*hook_modules())
 
 
 @functools.cache
-def _hook_functions(generation: int) -> Mapping[str, Callable[..., Any]]:  # noqa: ARG001 - a cache's key
-    found = (vars(module) for module in hook_modules())
-    return {name: value for names in found for name, value in names.items() if hasattr(value, "stratagem_spec")}
+def _functions_in(*modules: Any) -> Mapping[str, Callable[..., Any]]:
+    found = itertools.chain(*(vars(module).items() for module in modules))
+    return {name: value for name, value in found if hasattr(value, "stratagem_spec")}
 
 
 def hook_specifications() -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from stratagem.api.kinds import Plugin
+from stratagem.api.kinds import Kind, Plugin
 from stratagem.api.options import as_list, check, is_list
 from stratagem.config.devices import devices_of_processes, parse_devices
 from stratagem.config.settings import PluginOption, compile_options
@@ -97,6 +97,11 @@ class Chooser:
         self.extras: dict[str, list[Choice]] = {kind: [] for kind in (*registry.kinds(), "plugin")}
         for index, value in enumerate(as_list(settings.plugins)):
             choice = self._extra(value, f"plugins[{index}]")
+            if choice.kind not in self.extras:
+                raise PluginError(
+                    f"plugins[{index}] is a {choice.name} of the kind {choice.kind!r}, which no installed package has",
+                    do="install or repair the package that has it",
+                )
             self.extras[choice.kind].append(choice)
 
     def one(self, kind: str, value: Any) -> Choice | None:
@@ -151,7 +156,7 @@ class Chooser:
 
     def _named(self, kind: str, name: str, values: Mapping[str, Any], alone: bool, path: str = "") -> Choice:
         entry = registry.find(kind, name)
-        source = self.origins.get(kind, self.origins.get(f"{kind}s", "code"))
+        source = self.origins.get(registry.argument_of(kind), "code")
         given = {option: PluginOption(value, source, text=False) for option, value in values.items()}
         if alone:  # with several plugins an option would be ambiguous
             given |= self.options.pop(kind, {})
@@ -256,13 +261,26 @@ def _added(chooser: Chooser, settings: Any) -> list[Choice]:
     for kind in registry.kinds().values():
         if kind.name in _OF_STACK:
             continue
-        found = chooser.many(kind.name, settings.chosen.get(kind.argument))
+        value = settings.chosen.get(kind.argument)
+        found = chooser.many(kind.name, None if value is False else value)
         if kind.single and len(found) > 1:
             raise _several(kind.name, found)
-        if kind.default and not found:
-            found = [chooser.refine(by_name(kind.name, kind.default, "the default"))]
+        if kind.default and not found and _unset(value) and kind.needs_trainer <= settings.for_trainer:
+            found = _default_of(kind, chooser)
         choices += found
     return choices
+
+
+def _default_of(kind: Kind, chooser: Chooser) -> list[Choice]:
+    """Return the default of a kind that another package adds; nothing where it is not there, since nobody asked."""
+    if not any(entry.is_called(kind.default) for entry in registry.entries(kind.name)):
+        if not any(entry.is_called(kind.default) for entry in registry.entries(kind.name, hidden=True)):
+            warnings.warn(
+                f"the default of the kind {kind.name!r} is {kind.default!r}, which is not installed: the run goes on "
+                "without it", stacklevel=2
+            )  # fmt: skip
+        return []
+    return [chooser.refine(by_name(kind.name, kind.default, f"the default of the kind {kind.name!r}"))]
 
 
 def _several(kind: str, choices: list[Choice]) -> ConfigError:

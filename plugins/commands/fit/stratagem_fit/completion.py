@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from stratagem.api import Command
 from stratagem.api.options import option_types
+from stratagem.config.settings import added_arguments
 from stratagem.discovery import registry
 from stratagem_fit.chosen_options import COMMANDS, of_chosen, options_by_choice
 from stratagem_trainer.settings import TrainerSettings
@@ -94,6 +95,8 @@ def _add_run_file(parser: argparse.ArgumentParser) -> None:
         action = parser.add_argument(f"--trainer.{name}", choices=_choices(name, annotation))
         if name in ("default_root_dir", "lock"):
             _complete_files(action)
+    for name in added_arguments(TrainerSettings):
+        parser.add_argument(f"--trainer.{name}", choices=_choices(name, Any))
     found: dict[str, Any] = {}
     for (kind, entry), options in options_by_choice().items():
         if isinstance(entry.load(), type):  # a preset sets some of them

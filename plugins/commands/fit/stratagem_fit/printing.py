@@ -12,7 +12,7 @@ from typing import Any
 from stratagem.api.options import convert, option_types
 from stratagem.api.redaction import redact
 from stratagem.config.environment import from_environment
-from stratagem.config.settings import PluginOption, gather
+from stratagem.config.settings import PluginOption, added_arguments, gather, option_names
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem_fit.job import Job
@@ -105,8 +105,8 @@ def _trainer(job: Job) -> dict[str, Any]:
     file, line = job.file.trainer
     settings = gather(TrainerSettings, {}, [file, from_environment(TrainerSettings), line])
     arguments: dict[str, Any] = {}
-    for name in option_types(TrainerSettings):
-        value = getattr(settings, name)
+    for name in option_names(TrainerSettings):
+        value = settings.chosen.get(name) if name in added_arguments(TrainerSettings) else getattr(settings, name)
         options = settings.options.get(registry.arguments().get(name, ""), {})
         if name == "default_root_dir" and name not in settings.origins:
             value = "."  # the working directory of any run

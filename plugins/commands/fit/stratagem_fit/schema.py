@@ -17,6 +17,7 @@ import attrs
 
 from stratagem.api import Command
 from stratagem.api.options import option_types, options
+from stratagem.config.settings import added_arguments
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_trainer.settings import TrainerSettings
@@ -100,6 +101,7 @@ def _trainer() -> dict[str, Any]:
 
     fields, types_of, docs = options(TrainerSettings), option_types(TrainerSettings), option_docs(TrainerSettings)
     properties = {name: _argument(name, types_of[name]) | _notes(name, fields[name], docs) for name in fields}
+    properties |= {name: _argument(name, Any) for name in added_arguments(TrainerSettings)}
     return {
         "type": ["object", "null"],
         "properties": properties,
@@ -114,7 +116,7 @@ def _argument(name: str, annotation: Any) -> dict[str, Any]:
     if name in registry.arguments():
         one: dict[str, Any] = {"$ref": f"#/$defs/{registry.arguments()[name]}"}
         one = {"if": {"type": "array"}, "then": {"items": one}, "else": one} if name in _SEVERAL else one
-        return {"if": {"enum": _OTHER_VALUES[name]}, "then": True, "else": one}
+        return {"if": {"enum": _OTHER_VALUES.get(name, [False, None])}, "then": True, "else": one}
     if name == "plugins":
         any_kind = {"anyOf": [{"$ref": f"#/$defs/{kind}"} for kind in registry.kinds()]}
         return {"if": {"type": "array"}, "then": {"items": any_kind}, "else": any_kind}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from stratagem.api.options import describe as describe_type
 from stratagem.api.options import option_types, options
 from stratagem.api.redaction import redact
+from stratagem.config.settings import added_arguments
 from stratagem.config.sources import program
 from stratagem.discovery import registry
 from stratagem.errors import shown
@@ -24,6 +25,9 @@ def cli_help(settings: TrainerSettings) -> str:
     docs, types = option_docs(type(settings)), option_types(type(settings))
     for name, option in options(type(settings)).items():
         lines += _help_lines(f"--{name}", describe_type(types[name]), default_text(option), docs.get(name, ""))
+    for name in added_arguments(type(settings)):
+        base = registry.kinds()[registry.arguments()[name]].base
+        lines += _help_lines(f"--{name}", f"the name of a stratagem.{base.__name__}", "None", "")
     for choice in resolve(settings).choices():
         cls = type(choice.plugin)
         if choice.kind in registry.dotted() and options(cls):

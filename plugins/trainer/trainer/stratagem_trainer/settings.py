@@ -13,7 +13,7 @@ from attrs import define, field
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.api.kinds import has_role
-from stratagem.api.options import as_list
+from stratagem.api.options import as_list, option_types
 from stratagem.api.validators import (
     accumulation,
     at_least,
@@ -124,6 +124,9 @@ class TrainerSettings(RunSettings):
         if self.accumulate_grad_batches != 1:
             needs[ACCUMULATION] = f"accumulate_grad_batches={self.accumulate_grad_batches}"
         return needs
+
+
+registry.reserve(option_types(TrainerSettings))
 
 
 # --- Callbacks and loggers ----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ _STEPS = {"validate": "validation_step", "test": "test_step"}
 
 
 class Trainer(View):
-    """Trains a `Module` with plugins chosen by name; every argument is documented in `stratagem.config.settings`.
+    """Trains a `Module` with plugins chosen by name; every argument is documented in `stratagem_trainer.settings`.
 
     Raises:
         ConfigError, PluginError: arguments that cannot work, alone or together; before any process starts.
