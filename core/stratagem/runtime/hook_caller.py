@@ -166,7 +166,9 @@ class _Marked:
     """The marked methods of a plugin: pluggy looks at each attribute that it finds, half of the time to start."""
 
     def __init__(self, plugin: Any, implementations: Iterable[str]) -> None:
-        vars(self).update({name: getattr(plugin, name) for name in implementations}, of=plugin)
+        self.of = plugin
+        for name in implementations:
+            setattr(self, name, getattr(plugin, name))
 
     def __dir__(self) -> Iterable[str]:
         return vars(self).keys() - {"of"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from stratagem.api.capabilities import MULTI_PROCESS, Capabilities
@@ -13,7 +13,7 @@ from stratagem.api.kinds import Callback, Logger, Plugin
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, PluginError, mistyped, nearest
 from stratagem.stack.construction import make
-from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
     from stratagem.api.kinds import Strategy
@@ -44,7 +44,7 @@ def check_hooks(stack: Stack) -> None:
             )
     kinds = registry.kinds()
     for choice, implemented in every:
-        warn_of_misspelled_hooks(choice, implemented)
+        warn_of_misspelled_hooks(choice, implemented, specifications)
         duties = kinds[choice.kind].duties if choice.kind in kinds else ()
         outer = choice in stack.strategies[:-1]
         missing = [hook for hook in duties if hook not in implemented and not outer]
@@ -256,11 +256,11 @@ def _made_without_options(entry: registry.Entry, generation: int) -> Strategy | 
 _PREFIXES = ("on_", "log_")
 
 
-def warn_of_misspelled_hooks(choice: Choice, implemented: Collection[str]) -> None:
-    """Warn if the callback or logger `choice` has a method with the name of a hook that it lacks, mistyped."""
+def warn_of_misspelled_hooks(choice: Choice, implemented: Collection[str], known: Iterable[str]) -> None:
+    """Warn if the callback or logger `choice` has a method with the name of one of the `known` hooks, mistyped."""
     if not isinstance(choice.plugin, Callback | Logger):
         return
-    hooks = {name for name in hook_functions() if name.startswith(_PREFIXES)}
+    hooks = {name for name in known if name.startswith(_PREFIXES)}
     lacking = hooks.difference(implemented)
     for name in dir(type(choice.plugin)):
         is_own = name.startswith(_PREFIXES) and name not in hooks
