@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,13 +129,15 @@ def _check_kind(entry: Entry, kind: Any, earlier: Mapping[str, Kind]) -> None:
     is_added = entry.distribution != _ENGINE
     if is_added and kind.argument in _RESERVED | {each.argument for each in earlier.values()}:
         raise PluginError(f"{who} has the argument {kind.argument!r}, which exists already", do=do)
-    taken = {name for module in (hooks, *(each.hooks for each in earlier.values())) for name in _hooks_in(module)}
-    if twice := sorted(taken & _hooks_in(kind.hooks)):
+    taken = {name for module in (hooks, *(each.hooks for each in earlier.values())) for name in hooks_in(module)}
+    if twice := sorted(taken & hooks_in(kind.hooks).keys()):
         raise PluginError(f"{who} adds the hook {twice[0]!r}, which exists already", do=do)
 
 
-def _hooks_in(module: Any) -> set[str]:
-    return {name for name, value in vars(module).items() if hasattr(value, "stratagem_spec")} if module else set()
+def hooks_in(module: Any) -> dict[str, Callable[..., Any]]:
+    """Return the functions of `module` that specify hooks, by name; none for None."""
+    found = {} if module is None else vars(module)
+    return {name: value for name, value in found.items() if hasattr(value, "stratagem_spec")}
 
 
 def arguments() -> dict[str, str]:

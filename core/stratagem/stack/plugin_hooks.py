@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,8 +35,7 @@ def hook_functions() -> Mapping[str, Callable[..., Any]]:
 
 @functools.cache
 def _functions_in(*modules: Any) -> Mapping[str, Callable[..., Any]]:
-    found = itertools.chain(*(vars(module).items() for module in modules))
-    return {name: value for name, value in found if hasattr(value, "stratagem_spec")}
+    return {name: function for module in modules for name, function in registry.hooks_in(module).items()}
 
 
 def hook_specifications() -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ are keywords, and set in code alone.
 {PLUGINS}"""
 
 
-#: What a loop of one's own calls, and `Run` inherits.
+#: Methods that `Run` inherits and that the user's own loop calls.
 OF_CONTEXT = ("connect", "close", "init_context", "backward", "clip_gradients", "ask", "explain", "print")
 
 
