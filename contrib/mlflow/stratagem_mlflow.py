@@ -16,9 +16,10 @@ from urllib.parse import quote
 import attrs
 from attrs import define, field
 
-from stratagem.api import Logger, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, PluginError
+from stratagem_trainer.api import Logger
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -59,7 +59,7 @@ class MyIdea(Strategy):
             _average([parameter for parameter in module.parameters() if parameter.requires_grad], run)
         return True
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         if self.broadcast_buffers:
             assert run.module is not None, "set during validation"

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import define, field
 
-from stratagem.api import Logger, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote
 from stratagem.errors import ConfigError, PluginError
+from stratagem_trainer.api import Logger
 
 if TYPE_CHECKING:
     import wandb
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 #: The x axis of all charts.
 STEP = "trainer/global_step"

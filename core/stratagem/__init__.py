@@ -34,8 +34,8 @@ _MODULES = {
     "Launcher": "stratagem.api.kinds",
     "Accelerator": "stratagem.api.kinds",
     "CheckpointFormat": "stratagem.api.kinds",
-    "Callback": "stratagem.api.kinds",
-    "Logger": "stratagem.api.kinds",
+    "Callback": "stratagem_trainer.api.kinds",
+    "Logger": "stratagem_trainer.api.kinds",
     "Command": "stratagem.api.kinds",
     "Capabilities": "stratagem.api.capabilities",
     "World": "stratagem.api.world",
@@ -48,13 +48,11 @@ if TYPE_CHECKING:
     from stratagem._version import __version__ as __version__
     from stratagem.api.capabilities import Capabilities as Capabilities
     from stratagem.api.kinds import Accelerator as Accelerator
-    from stratagem.api.kinds import Callback as Callback
     from stratagem.api.kinds import CheckpointFormat as CheckpointFormat
     from stratagem.api.kinds import Command as Command
     from stratagem.api.kinds import CommHook as CommHook
     from stratagem.api.kinds import Environment as Environment
     from stratagem.api.kinds import Launcher as Launcher
-    from stratagem.api.kinds import Logger as Logger
     from stratagem.api.kinds import Precision as Precision
     from stratagem.api.kinds import Strategy as Strategy
     from stratagem.api.markers import hookimpl as hookimpl
@@ -66,6 +64,8 @@ if TYPE_CHECKING:
     from stratagem.runtime.rank_zero import rank_zero_only as rank_zero_only
     from stratagem.runtime.rank_zero import rank_zero_warn as rank_zero_warn
     from stratagem.runtime.run import Run as Run
+    from stratagem_trainer.api.kinds import Callback as Callback
+    from stratagem_trainer.api.kinds import Logger as Logger
     from stratagem_trainer.datamodule import DataModule as DataModule
     from stratagem_trainer.hyperparameters import HyperparametersMixin as HyperparametersMixin
     from stratagem_trainer.module import Module as Module

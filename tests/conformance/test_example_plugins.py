@@ -52,7 +52,7 @@ def test_they_import_the_api_alone():
 
     assert {path.parent.name for path in SOURCES} == {package.name for package in PACKAGES}
     for names in others.values():
-        assert {".".join(name.split(".")[:2]) for name in names} == {"stratagem.api"}
+        assert {".".join(name.split(".")[:2]) for name in names} <= {"stratagem.api", "stratagem_trainer.api"}
 
 
 def imported_by(path):

@@ -11,12 +11,12 @@ import pytest
 
 import stratagem as sg
 from stratagem.api.options import options
-from stratagem.api.trainer_view import TrainerView
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem.stack.describe import option_docs
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.api import TrainerView
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.settings import TrainerSettings
 

@@ -10,11 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 import stratagem.runtime.launching
-from stratagem.api import hooks
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
 from stratagem.runtime.launching import _ProcessBody, launch
-from stratagem.stack.plugin_hooks import hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions, hook_specifications
 from stratagem_testing.reference import Net, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -46,7 +45,7 @@ def spy(seen):
     for name, options in hook_specifications().items():
         if name == "reduce_bucket":
             continue  # called directly, not through pluggy
-        arguments = list(inspect.signature(getattr(hooks, name)).parameters)
+        arguments = list(inspect.signature(hook_functions()[name]).parameters)
         wraps = options["firstresult"] and name not in NOT_ASKED
         text = f"def {name}(self, {', '.join(arguments)}):\n"
         text += f"    seen.setdefault({name!r}, dict({', '.join(f'{a}={a}' for a in arguments)}))\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -256,7 +257,9 @@ def test_the_engine_runs_without_the_trainer_and_its_names_say_what_to_install()
         except ImportError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    hidden = os.environ | {registry.DENY_VARIABLE: "stratagem-trainer"}
+    code = textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=hidden)
 
     assert done.stdout.splitlines() == [
         "True", "stratagem.Trainer is in a package that is not installed; run `pip install stratagem-trainer`"

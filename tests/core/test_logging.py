@@ -10,11 +10,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.api import hooks
-from stratagem.stack.plugin_hooks import hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions, hook_specifications
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data
-from stratagem_trainer.event_names import EVENTS
+from stratagem_trainer.api.events import EVENTS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -174,7 +173,7 @@ def logs_in(base, event, passes_module):
         return had(self, *arguments, **options) if had is not None and not passes_module else None
 
     if passes_module:
-        parameters = list(inspect.signature(getattr(hooks, event)).parameters)
+        parameters = list(inspect.signature(hook_functions()[event]).parameters)
         space = {"told": told}
         exec(f"def {event}(self, {', '.join(parameters)}):\n    return told(self, module=module)\n", space)
         return type("Logs", (base,), {event: sg.hookimpl(space[event])})

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Lbfgs, Net, data, joined_batches, part, relative_difference
+from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
 from stratagem_trainer.batches import ResumableBatches
 from stratagem_trainer.events import Events
 from stratagem_trainer.loops import TrainLoop

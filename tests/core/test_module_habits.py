@@ -9,9 +9,8 @@ import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches
-from stratagem_trainer.event_names import EVENTS
+from stratagem_trainer.api.events import EVENTS, ModuleEvents
 from stratagem_trainer.events import arguments_of
-from stratagem_trainer.module_events import ModuleEvents
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

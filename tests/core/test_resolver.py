@@ -7,13 +7,14 @@ import torch
 from attrs import define
 
 import stratagem as sg
-from stratagem.api import SHARDED_PARAMETERS, Accelerator, Callback, Capabilities, PrecisionPolicy, hookimpl
+from stratagem.api import SHARDED_PARAMETERS, Accelerator, Capabilities, PrecisionPolicy, hookimpl
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.config.settings import gather
 from stratagem.config.sources import Source
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.resolver import resolve
 from stratagem.strategies import DDPStrategy
+from stratagem_trainer.api import Callback
 from stratagem_trainer.settings import TrainerSettings, with_callbacks
 
 LOCAL = {"accelerator": "cpu", "environment": "local"}

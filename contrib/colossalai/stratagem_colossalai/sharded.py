@@ -235,12 +235,12 @@ class ShardedStrategy(ColossalAIStrategy):
             run.collectives.traffic.add("all_gather", num_bytes, run.world_size, sender="parameters")
         return stepped
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:
         if self._engine is not None:
             self._engine.check_thawed()
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         if self._engine is not None:
             run.collectives.replicate(self._engine.user.buffers())

@@ -129,13 +129,13 @@ class ColossalAIStrategy(ColossalAIOptions):
             run.collectives.traffic.add("all_reduce", self._num_bytes, run.peers.world_size, sender="gradients")
         return True
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:
         replica = self._replica(run.model)
         if replica is not None:
             replica.check_frozen()
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         if self._replica(run.model) is not None:
             assert run.module is not None, "wrap_model sets it"

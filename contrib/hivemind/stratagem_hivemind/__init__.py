@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from stratagem.api import Collectives, RunContext, TrainerView, World
+    from stratagem.api import Collectives, RunContext, World
     from stratagem_hivemind.swarm import Record, Swarm
+    from stratagem_trainer.api import TrainerView
 
 _DELAYED = unsupported(
     "the strategy averages in the foreground, so that all peers make the same step",
@@ -243,15 +244,15 @@ class HivemindStrategy(Strategy):
 
     # --- Joining and leaving -------------------------------------------------------------------------------------
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_start(self, trainer: TrainerView, run: RunContext) -> None:
         self._join(run, trainer.batch_size, trainer.accumulate_grad_batches)
 
-    @hookimpl(trylast=True)
+    @hookimpl(optionalhook=True, trylast=True)
     def on_train_end(self) -> None:
         self._leave()
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_exception(self) -> None:
         self._leave()
 
@@ -428,7 +429,7 @@ class HivemindStrategy(Strategy):
         swarm.advance(peers)
         return stepped
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_batch_end(self) -> None:
         if self._swarm is not None:
             self._swarm.end_step()

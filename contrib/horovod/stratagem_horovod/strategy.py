@@ -211,7 +211,7 @@ class HorovodStrategy(Strategy):
         averager.finish()
         return True
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         assert run.module is not None, "wrap_model sets it"
         _replicate(run.module.buffers(), run)

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.readback import as_numbers
 from stratagem.errors import ConfigError, nearest, shown
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 #: Name of the checkpoint in the folder that Tune gets; the format's suffix is added.
 _NAME = "checkpoint"

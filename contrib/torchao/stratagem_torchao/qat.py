@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from attrs import define, field
 from torch import nn
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_torchao.layers import linear_layers, load, replace, restore, select
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

@@ -99,13 +99,13 @@ class PeriodicStrategy(TorchFTStrategy):
             self._sync(run, weight=1.0)
         return stepped
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_batch_end(self, run: RunContext) -> None:
         # After the loop has counted the step, so that a replica that joins gets the numbers of the next one.
         if self._is_due:
             self._sync(run, weight=1.0)
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_end(self, run: RunContext) -> None:
         """Average what is left, without momentum: all replicas end with the same weights."""
         parts = self._num_parts()

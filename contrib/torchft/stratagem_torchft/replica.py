@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 #: The capability of each strategy of this package; two of them cannot be combined.
 REPLICAS = "torchft:replicas"
@@ -215,7 +216,7 @@ class TorchFTStrategy(Strategy):
             )
         return optimizers
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_start(self, trainer: TrainerView, run: RunContext) -> None:
         self._trainer = trainer
         self._begin(run)
@@ -298,7 +299,7 @@ class TorchFTStrategy(Strategy):
             self._manager.load_state_dict(self._commits)
         self._manager.register_state_dict_fn("stratagem", self._receive, self._to_send)
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_fit_end(self, run: RunContext) -> None:
         # Rank 0 has the manager's server, which answers the last commit of each rank before it ends.
         if self._manager is not None:

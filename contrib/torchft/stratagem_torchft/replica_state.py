@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.api.kinds import has_role
 from stratagem.errors import ConfigError
 from stratagem_torchft.messages import local, with_layout_of
+from stratagem_trainer.api import has_role
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 #: What of the progress of training is the same in all replicas.
 _PROGRESS = ("epoch", "global_step", "batches_done", "epoch_done", "skipped_steps")

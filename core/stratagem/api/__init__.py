@@ -33,20 +33,17 @@ from stratagem.api.context import RunContext
 from stratagem.api.evidence import Confidence, Evidence
 from stratagem.api.kinds import (
     Accelerator,
-    Callback,
     CheckpointFormat,
     Command,
     CommHook,
     Environment,
     Kind,
     Launcher,
-    Logger,
     Plugin,
     Precision,
     Strategy,
 )
 from stratagem.api.markers import hookimpl
-from stratagem.api.trainer_view import TrainerView
 from stratagem.api.values import Bucket, PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 
@@ -76,7 +73,6 @@ __all__ = [
     "WITHIN_TEAM",
     "Accelerator",
     "Bucket",
-    "Callback",
     "Capabilities",
     "CheckpointFormat",
     "Collectives",
@@ -87,14 +83,12 @@ __all__ = [
     "Evidence",
     "Kind",
     "Launcher",
-    "Logger",
     "Mesh",
     "Plugin",
     "Precision",
     "PrecisionPolicy",
     "RunContext",
     "Strategy",
-    "TrainerView",
     "World",
     "hookimpl",
 ]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Strategy
-    from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.api.values import Bucket, PrecisionPolicy
     from stratagem.api.world import Collectives, Mesh, World
 
@@ -229,7 +228,7 @@ class RunContext(Protocol):
     #: The optimizers to step.
     optimizers: list[Optimizer]
     #: Learning rate schedulers and when they step; empty if the user's own loop drives this run.
-    lr_scheduler_configs: list[LRSchedulerConfig]
+    lr_scheduler_configs: list[Any]
     #: "train", "validate", "test" or "predict".
     stage: str
     #: The module calls backward and steps its optimizers itself.

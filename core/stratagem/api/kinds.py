@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import define, field, frozen
 
-from stratagem.api.callback_log import LogsMetrics
 from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
 from stratagem.api.evidence import Evidence
-from stratagem.api.hook_methods import CallbackEvents, LoggerMethods
 from stratagem.api.paths import modified_at
 from stratagem.api.plugin_type import PluginType
 from stratagem.api.values import PrecisionPolicy
@@ -63,6 +61,13 @@ class Plugin(metaclass=PluginType):
     #: A run may have several of one class: `state_key` then contains the options that are not at their defaults.
     identified_by_options: ClassVar[bool] = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints store; nothing unless overridden."""
+        return {}
+
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        """(state): restore what `state_dict` returned."""
+
     @property
     def state_key(self) -> str | None:
         """The name under which this plugin's state is saved; the same for every name, preset and instance of it.
@@ -84,6 +89,12 @@ class Plugin(metaclass=PluginType):
 
         It must not initialize a device: a forked process could not use it.
         """
+
+
+def keeps_state(plugin: Any, method: str = "state_dict") -> bool:
+    """Whether `plugin` defines `method`, rather than inheriting that of `Plugin`, which does nothing."""
+    own = getattr(plugin, method, None)
+    return callable(own) and getattr(type(plugin), method, None) is not getattr(Plugin, method, None)
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -346,44 +357,6 @@ class CheckpointFormat(Plugin):
         raise NotImplementedError
 
 
-@define(eq=False, repr=False, kw_only=True)
-class Callback(CallbackEvents, LogsMetrics, Plugin):
-    """Implements event hooks (`on_*`) around the loop; its methods with their names need no mark."""
-
-    kind: ClassVar[str] = "callback"
-    identified_by_options: ClassVar[bool] = True
-    #: What others may ask of it: "best-checkpoint" (it has `best_model_path`), "checkpoint-folder"
-    #: (``folder(trainer)``), "checkpoint-on-signal" (``saved_on_signal(path)``, too), "early-stopping"
-    #: (`stopped_epoch`).
-    roles: ClassVar[frozenset[str]] = frozenset()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints store; nothing unless overridden."""
-        return {}
-
-    def load_state_dict(self, *_: Any, **__: Any) -> None:
-        """(state): restore what `state_dict` returned."""
-
-
-def has_role(plugin: Any, role: str) -> bool:
-    """Whether a callback declares that it has this one of `Callback.roles`."""
-    return role in getattr(type(plugin), "roles", ())
-
-
-def keeps_state(plugin: Any, method: str = "state_dict") -> bool:
-    """Whether `plugin` defines `method`, rather than inheriting that of `Callback`, which does nothing."""
-    own = getattr(plugin, method, None)
-    return callable(own) and getattr(type(plugin), method, None) is not getattr(Callback, method, None)
-
-
-@define(eq=False, repr=False, kw_only=True)
-class Logger(LoggerMethods, Plugin):
-    """Writes metrics: implements `log_metrics` and `log_hyperparams` (rank 0 only), which need no mark."""
-
-    kind: ClassVar[str] = "logger"
-    identified_by_options: ClassVar[bool] = True
-
-
 class Command:
     """A subcommand of the `stratagem` program; the entry point names a subclass.
 
@@ -461,5 +434,3 @@ ACCELERATOR: Final = _ours(60, Accelerator, "accelerators", single=True)
 CHECKPOINT: Final = _ours(
     70, CheckpointFormat, "checkpoints", single=True, duties=("save_checkpoint", "load_checkpoint")
 )
-CALLBACK: Final = _ours(90, Callback, "callbacks", argument="callbacks", dotted=False, needs_trainer=True)
-LOGGER: Final = _ours(100, Logger, "loggers", needs_trainer=True)

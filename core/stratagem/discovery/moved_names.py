@@ -1,7 +1,8 @@
 """Names that other trainers have, with what to write here instead: read from installed packages, for error messages.
 
-A package offers a TOML file with the tables ``arguments`` (of the Trainer), ``plugins`` and ``classes`` by an entry
-point of the group ``stratagem_moved_names``, such as ``names = "package:file.toml"``. The package is not imported.
+A package offers a TOML file by an entry point of the group ``stratagem_moved_names``, such as ``names =
+"package:file.toml"``, with the tables ``arguments`` (of the Trainer), ``plugins``, ``classes``, ``hooks`` (which have
+other arguments here) and ``hook_arguments``. The package is not imported.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def moved_plugin(name: str) -> str:
 
 
 @cache
-def table(kind: Literal["arguments", "plugins", "classes"]) -> Mapping[str, str]:
+def table(kind: Literal["arguments", "plugins", "classes", "hooks", "hook_arguments"]) -> Mapping[str, str]:
     """Return all moved names of that kind; a file that cannot be read has none, since an error is being told."""
     import tomllib
     from importlib.metadata import entry_points

@@ -85,8 +85,9 @@ def kinds() -> dict[str, Kind]:
 @cache
 def _kinds(allow: str, deny: str) -> dict[str, Kind]:
     found: dict[str, Kind] = {}
-    # The engine's first: what contradicts them is left out, as a broken package is, since a run may not name either.
-    for entry in sorted(_visible(allow, deny), key=lambda entry: entry.distribution != _ENGINE):
+    # The engine's and the Trainer's first: what contradicts them is left out, as a broken package is, since a run may
+    # not name either.
+    for entry in sorted(_visible(allow, deny), key=lambda entry: entry.distribution not in _OWNERS.values()):
         if entry.kind == "kind":
             try:
                 kind = entry.load()
@@ -98,15 +99,14 @@ def _kinds(allow: str, deny: str) -> dict[str, Kind]:
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
-#: The distribution of the engine's own kinds.
-_ENGINE = "stratagem"
-#: Arguments that do not choose plugins of a kind.
-_RESERVED: set[str] = set()
+#: Arguments that exist, each with the distribution whose kinds may choose plugins by it.
+_OWNERS: dict[str, str] = {}
 
 
-def reserve(arguments: Iterable[str]) -> None:
-    """Keep a kind that another package adds from choosing plugins by one of these `arguments`."""
-    _RESERVED.update(arguments)
+def reserve(arguments: Iterable[str], owner: str) -> None:
+    """Keep kinds of other distributions than `owner` from choosing plugins by one of these `arguments`."""
+    for argument in arguments:
+        _OWNERS.setdefault(argument, owner)
     _kinds.cache_clear()
 
 
@@ -126,8 +126,8 @@ def _check_kind(entry: Entry, kind: Any, earlier: Mapping[str, Kind]) -> None:
         raise PluginError(f"{who} is {found}", expected=f"stratagem.api.Kind({entry.name!r}, ...)", do=do)
     if entry.name in earlier:
         raise PluginError(f"{who} is also the kind of another package", expected="one package for a kind", do=do)
-    is_added = entry.distribution != _ENGINE
-    if is_added and kind.argument in _RESERVED | {each.argument for each in earlier.values()}:
+    others = {each.argument for each in earlier.values()}
+    if kind.argument in others or _OWNERS.get(kind.argument, entry.distribution) != entry.distribution:
         raise PluginError(f"{who} has the argument {kind.argument!r}, which exists already", do=do)
     taken = {name for module in (hooks, *(each.hooks for each in earlier.values())) for name in hooks_in(module)}
     if twice := sorted(taken & hooks_in(kind.hooks).keys()):

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 import torch
 
-from stratagem.api.hook_methods import belongs_to
 from stratagem.api.world import Collectives, World
+from stratagem.discovery import registry
 from stratagem.errors import PluginError, with_article
 from stratagem.runtime import default_hooks
 from stratagem.runtime.parted import read_by_plugins
-from stratagem.stack import lightning_callbacks
+from stratagem.stack.checks import check_hook_arguments
 from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_modules
 
 if TYPE_CHECKING:
@@ -67,8 +67,6 @@ class HookCaller:
     def __init__(self, stack: Stack, run: RunContext) -> None:
         self._stack, self._run = stack, run
         self._manager = _hook_manager(stack)
-        for choice in stack.loggers:
-            belongs_to(choice.plugin, run)
         #: Pluggy's callers, by name.
         self.hook = self._manager.hook
         self.bind()
@@ -199,7 +197,7 @@ def _hook_manager(stack: Stack) -> _PluginManager:
         try:
             implementations = manager.add(choice.plugin)
         except (pluggy.PluginValidationError, ValueError) as error:
-            lightning_callbacks.check_hook_arguments(choice)
+            check_hook_arguments(choice)
             raise PluginError(
                 f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
             ) from error
@@ -213,10 +211,8 @@ def _hook_manager(stack: Stack) -> _PluginManager:
 
 def _check_marked(choice: Any, implementations: Mapping[str, Any], specifications: Mapping[str, Any]) -> None:
     """Refuse methods with the name of a hook that are not marked: they would never be called."""
-    base = next(cls for cls in type(choice.plugin).__mro__ if cls.__module__.startswith("stratagem.") or cls is object)
-    for name, instead in lightning_callbacks.CALLBACK.items():
-        if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
-            raise lightning_callbacks.refuse(str(choice), name, instead)
+    bases = {object, *(kind.base for kind in registry.kinds().values())}
+    base = next(cls for cls in type(choice.plugin).__mro__ if cls in bases)
     for name, specification in specifications.items():
         method = getattr(choice.plugin, name, None)
         inherited = hasattr(base, name) and name not in getattr(choice.plugin, "__dict__", {})

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from stratagem.api.capabilities import MULTI_PROCESS, Capabilities
-from stratagem.api.kinds import Callback, Logger, Plugin
+from stratagem.api.kinds import Plugin
 from stratagem.discovery import registry
-from stratagem.errors import ConfigError, PluginError, mistyped, nearest
+from stratagem.discovery.moved_names import table
+from stratagem.errors import ConfigError, PluginError, nearest
 from stratagem.stack.construction import make
-from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
     from stratagem.api.kinds import Strategy
@@ -28,6 +29,8 @@ def check_hooks(stack: Stack) -> None:
     for choice, implemented in every:
         for hook, marker in implemented.items():
             if hook not in specifications:
+                if marker["optionalhook"]:
+                    continue
                 raise PluginError(
                     f"{choice} implements {hook!r}, which is not a hook of stratagem",
                     do=nearest(hook, specifications) or "see docs/hooks.md for the hooks",
@@ -44,7 +47,6 @@ def check_hooks(stack: Stack) -> None:
             )
     kinds = registry.kinds()
     for choice, implemented in every:
-        warn_of_misspelled_hooks(choice, implemented, specifications)
         duties = kinds[choice.kind].duties if choice.kind in kinds else ()
         outer = choice in stack.strategies[:-1]
         missing = [hook for hook in duties if hook not in implemented and not outer]
@@ -249,20 +251,19 @@ def _made_without_options(entry: registry.Entry, generation: int) -> Strategy | 
         return None
 
 
-# --- Misspelled hooks -------------------------------------------------------------------------------------------------
+def check_hook_arguments(choice: Choice) -> None:
+    """Refuse hooks of a plugin that name an argument which the hook does not have.
 
-
-#: How the names of the methods begin that are hooks without a mark.
-_PREFIXES = ("on_", "log_")
-
-
-def warn_of_misspelled_hooks(choice: Choice, implemented: Collection[str], known: Iterable[str]) -> None:
-    """Warn if the callback or logger `choice` has a method with the name of one of the `known` hooks, mistyped."""
-    if not isinstance(choice.plugin, Callback | Logger):
-        return
-    hooks = {name for name in known if name.startswith(_PREFIXES)}
-    lacking = hooks.difference(implemented)
-    for name in dir(type(choice.plugin)):
-        is_own = name.startswith(_PREFIXES) and name not in hooks
-        if is_own and (hint := mistyped(name, sorted(lacking))):
-            warnings.warn(f"{choice} defines {name}, which nothing calls; {hint}", stacklevel=2)
+    Raises:
+        PluginError: names the hook and the argument.
+    """
+    functions = hook_functions()
+    for hook in hook_implementations(choice.plugin).keys() & functions.keys():
+        known = list(inspect.signature(functions[hook]).parameters)
+        for name in inspect.signature(getattr(choice.plugin, hook)).parameters:
+            if name not in known:
+                moved = table("hooks").get(hook) or table("hook_arguments").get(name)
+                raise PluginError(
+                    f"{choice} takes {name} in {hook}", expected=f"arguments out of ({', '.join(known)})",
+                    do=moved or nearest(name, known) or "leave it out",
+                )  # fmt: skip

@@ -114,7 +114,7 @@ class Chooser:
     def many(self, kind: str, value: Any, argument: str = "") -> list[Choice]:
         values = [] if _unset(value) else as_list(value)
         # What `plugins` adds comes with the kind's own argument only.
-        extras, argument = [] if argument else self.extras[kind], argument or registry.argument_of(kind)
+        extras, argument = [] if argument else self.extras.get(kind, []), argument or registry.argument_of(kind)
         path = f"{argument}[{{}}]" if is_list(value) and len(values) > 1 else argument
         alone = len(values) == 1
         return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + extras
@@ -327,7 +327,7 @@ def automatic_callbacks(settings: Any, group: str) -> list[Choice]:
     names = catalog.automatic(group)
     choices = []
     listed = settings.listed()
-    for entry in registry.entries("callback"):
+    for entry in registry.entries("callback") if "callback" in registry.kinds() else ():
         if entry.name in names and not is_listed(entry, listed):
             try:
                 plugin = make(entry, {})

@@ -7,8 +7,9 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem.api import Kind, Plugin, RunContext, TrainerView, hookimpl
+from stratagem.api import Kind, Plugin, RunContext, hookimpl
 from stratagem.api.validators import at_least
+from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

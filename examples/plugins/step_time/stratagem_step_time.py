@@ -5,8 +5,9 @@ import time
 import torch
 from attrs import define, field
 
-from stratagem.api import Callback, RunContext, TrainerView, hookimpl
+from stratagem.api import RunContext
 from stratagem.api.validators import between
+from stratagem_trainer.api import Callback, TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -18,15 +19,12 @@ class StepTime(Callback):
     _began: float = field(init=False, default=0.0)
     _times_ms: list[float] = field(init=False, factory=list)
 
-    @hookimpl
     def on_train_batch_start(self) -> None:
         self._began = time.perf_counter()
 
-    @hookimpl
     def on_train_batch_end(self) -> None:
         self._times_ms.append(1000 * (time.perf_counter() - self._began))
 
-    @hookimpl
     def on_train_epoch_end(self, trainer: TrainerView, run: RunContext) -> None:
         times, self._times_ms = torch.tensor(self._times_ms or [0.0], device=run.device), []
         quantiles = times.quantile(times.new_tensor([0.5, self.quantile]))

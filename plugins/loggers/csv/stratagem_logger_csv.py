@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
-from stratagem.api import Logger, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote, replace_text
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Logger
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

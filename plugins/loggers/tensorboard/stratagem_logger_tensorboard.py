@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 from attrs import define, field
 
-from stratagem.api import Logger, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError, PluginError
+from stratagem_trainer.api import Logger
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 
 class NoOpWriter:

@@ -52,7 +52,7 @@ def trainer_page(root: Path) -> str:
         members(root, "stratagem_trainer.trainer.Trainer", attributes=False),
         "## What modules, callbacks and scripts read\n",
         "A callback gets the trainer as the argument `trainer`, a module has it as `self.trainer`.\n",
-        members(root, "stratagem.api.trainer_view.TrainerView"),
+        members(root, "stratagem_trainer.api.trainer_view.TrainerView"),
     ])  # fmt: skip
 
 

@@ -45,7 +45,7 @@ OF_HOOKS = (
 )  # fmt: skip
 OF_MODULES = {
     "Steps, optimizers, logging, checkpoints": "stratagem_trainer.module.Module",
-    "Events": "stratagem_trainer.module_events.ModuleEvents",
+    "Events": "stratagem_trainer.api.events.ModuleEvents",
     "The trainer, this process, parameters": "stratagem_trainer.module_access.ModuleAccess",
 }
 

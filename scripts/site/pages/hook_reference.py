@@ -8,9 +8,8 @@ from pathlib import Path
 
 from pages.plugins import all_plugins, by_class, path_of
 from pages.text import MissingTextError, anchor
-from stratagem.api import hooks
 from stratagem.discovery import registry
-from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
 
 #: Where a heading of any level begins.
 _SECTIONS = re.compile(r"^(?=##)", re.MULTILINE)
@@ -39,7 +38,7 @@ def _complete(section: str, implemented: dict[str, list[str]]) -> str:
 
 
 def _signature(name: str) -> str:
-    signature = inspect.signature(getattr(hooks, name))
+    signature = inspect.signature(hook_functions()[name])
     text = f"def {name}{signature}".replace("'", "")
     if len(text) <= 90:
         return text

@@ -1,4 +1,4 @@
-"""Every hook of a run, in the order in which they are called.
+"""Every hook of a run, in the order in which they are called; the last two end it.
 
 Plugin authors need this module, `stratagem.api.kinds` and `stratagem.api.context`.
 
@@ -11,10 +11,12 @@ Plugin authors need this module, `stratagem.api.kinds` and `stratagem.api.contex
   first), precision, comm hooks, environment, launcher, accelerator, checkpoint format, then callbacks as listed, then
   loggers. "All enter" means that each returned context manager is entered, in that order.
 
-An implementation names only the arguments that it uses. `run` is a `stratagem.api.context.RunContext`, `trainer` a
-`TrainerView`: together with the bases of `stratagem.api.kinds` that is all of the core that a plugin uses. A hook runs
-in every process, unless its description says otherwise.
+An implementation names only the arguments that it uses. `run` is a `stratagem.api.context.RunContext`: together with
+the bases of `stratagem.api.kinds` that is all of the core that a plugin uses. A hook runs in every process, unless its
+description says otherwise.
+
+Other packages add hooks, as the Trainer adds its events. A plugin that works without such a package marks them with
+``@hookimpl(optionalhook=True)``.
 """
 
-from stratagem.api.hooks.answers import *  # noqa: F403 - every hook, in order
-from stratagem.api.hooks.events import *  # noqa: F403
+from stratagem.api.hooks.answers import *  # noqa: F403

@@ -246,3 +246,19 @@ def load_checkpoint(path: Path, run: RunContext) -> dict[str, Any]:
 
     Tensors of the model and the optimizers may be mapped from the file, as `stratagem.checkpoint.mapped_file` does it.
     """
+
+
+# --- The end -----------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def explain_error(error: BaseException, run: RunContext) -> BaseException:
+    """Answer: the error to raise in place of `error`, which ends the run on this rank. Default: `error`.
+
+    Called once for each error, after `on_exception`. Other ranks may be gone: no collectives here.
+    """
+
+
+@hookspec
+def teardown(run: RunContext) -> None:
+    """All act: release what this process holds; the processes are still connected. Must be safe to call twice."""

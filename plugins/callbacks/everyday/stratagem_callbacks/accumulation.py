@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

@@ -11,15 +11,17 @@ from attrs import define, field
 from torch import nn
 from torch.optim.swa_utils import SWALR
 
-from stratagem.api import STEPPED_COPIES, TEAMS, Callback, Capabilities, hookimpl
-from stratagem.api.lr_schedulers import LRSchedulerConfig
+from stratagem.api import STEPPED_COPIES, TEAMS, Capabilities, hookimpl
 from stratagem.api.validators import at_least, batch_limit, between, more_than, not_empty
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Callback
+from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

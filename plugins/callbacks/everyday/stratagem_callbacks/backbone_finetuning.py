@@ -8,16 +8,18 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError, nearest
 from stratagem_callbacks.finetuning import BaseFinetuning as BaseFinetuning
 from stratagem_callbacks.finetuning import follow_new_group
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.batches import with_batch_size
 from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

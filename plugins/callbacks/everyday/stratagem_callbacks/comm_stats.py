@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.traffic import Count
 from stratagem.errors import ConfigError
 from stratagem_callbacks.logged_metrics import log
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
-from stratagem.api.monitored import monitored
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, not_empty
+from stratagem_trainer.api import Callback
+from stratagem_trainer.api.monitored import monitored
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.peer_errors import is_echo
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 from torch import nn
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     import torch
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl, hooks
+from stratagem.api import hookimpl
 from stratagem.errors import ConfigError, nearest
-
-_EVENTS = tuple(name for name in vars(hooks) if name.startswith("on_"))
+from stratagem_trainer.api import Callback
+from stratagem_trainer.api.events import EVENTS, arguments_of
 
 
 def _event(name: str) -> Any:
     """Return a hook implementation that calls the user's function for event `name`, if there is one."""
-    arguments = [argument for argument in inspect.signature(getattr(hooks, name)).parameters if argument != "run"]
-    names = ", ".join(arguments)
+    names = ", ".join(argument for argument in arguments_of(name) if argument != "run")
     namespace: dict[str, Any] = {}
     source = f"def {name}(self, {names}):\n    if {name!r} in self.on: self.on[{name!r}]({names})\n"
     exec(source, namespace)  # noqa: S102 - pluggy reads the names of arguments from the signature
@@ -39,21 +37,21 @@ class LambdaCallback(Callback):
         if on is None and not events:
             raise TypeError("no function")
         for name in events:
-            if name not in _EVENTS:
+            if name not in EVENTS:
                 raise ConfigError(
                     f"option LambdaCallback.{name} is unknown", expected="on, or an event of docs/hooks.md",
-                    do=nearest(name, ("on", *_EVENTS)),
+                    do=nearest(name, ("on", *EVENTS)),
                 )  # fmt: skip
         self.__attrs_init__(on={**(on or {}), **events} if events else on)  # type: ignore[attr-defined]
 
     @on.validator
     def _known(self, _: Any, value: dict[str, Any]) -> None:
         for name in value:
-            if name not in _EVENTS:
+            if name not in EVENTS:
                 raise ConfigError(
-                    f"LambdaCallback.on names {name!r}", expected="an event of docs/hooks.md", do=nearest(name, _EVENTS)
+                    f"LambdaCallback.on names {name!r}", expected="an event of docs/hooks.md", do=nearest(name, EVENTS)
                 )
 
-    for _name in _EVENTS:
+    for _name in EVENTS:
         locals()[_name] = _event(_name)
     del _name

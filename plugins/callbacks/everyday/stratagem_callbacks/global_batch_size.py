@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_callbacks.accumulation import check_set_once
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

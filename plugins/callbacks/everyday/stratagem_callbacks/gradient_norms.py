@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.errors import ConfigError
 from stratagem_callbacks.logged_metrics import check_has_logger, log
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

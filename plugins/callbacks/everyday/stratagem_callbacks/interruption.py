@@ -21,7 +21,7 @@ from stratagem_callbacks.signal_watcher import SignalWatcher
 from stratagem_callbacks.workers import let_workers_continue
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 #: Seconds in which a second SIGINT is the same Ctrl-C: a terminal sends it to all processes, and launchers pass it on.
 _SAME_S = 1.0

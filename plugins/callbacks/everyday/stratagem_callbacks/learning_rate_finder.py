@@ -12,12 +12,13 @@ import torch
 from attrs import define, field
 from attrs.converters import optional
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 #: Weight of earlier losses in the running average that ends the test early.
 _SMOOTHING = 0.95

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem_callbacks.logged_metrics import check_has_logger, log
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

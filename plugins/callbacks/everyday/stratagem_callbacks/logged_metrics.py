@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 def check_has_logger(trainer: TrainerView, callback: str) -> None:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
-from stratagem.api.monitored import monitored
+from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, duration_or_text, not_empty, read_duration
@@ -23,9 +22,11 @@ from stratagem.errors import ConfigError
 from stratagem_callbacks.kept_files import free_version, link_to, remove, within
 from stratagem_callbacks.occupied import occupy, vacate
 from stratagem_callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from stratagem_trainer.api import Callback
+from stratagem_trainer.api.monitored import monitored
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 _FILENAME = "{epoch}-{step}"
 

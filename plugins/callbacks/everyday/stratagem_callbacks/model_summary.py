@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import define, field
 from torch import nn
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least_or_unlimited
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

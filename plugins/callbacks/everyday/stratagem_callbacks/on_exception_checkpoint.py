@@ -15,7 +15,7 @@ from stratagem.api.validators import more_than, not_empty
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
-from stratagem.api.kinds import has_role
+from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote, refusals
 from stratagem.errors import CheckpointError
+from stratagem_trainer.api import Callback, has_role
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 #: The key of the paths that the run wrote, in checkpoints.
 _ENTRY = "own_files"

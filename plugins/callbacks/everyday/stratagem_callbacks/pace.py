@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import define, field, frozen
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @frozen

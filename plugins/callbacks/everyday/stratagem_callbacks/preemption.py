@@ -34,7 +34,7 @@ from stratagem_callbacks.workers import let_workers_continue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 _NOT_REQUEUED = "; not requeued, since SIGTERM ends a job that is cancelled or whose time is up"
 #: Seconds for the scheduler to answer.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 T = TypeVar("T")

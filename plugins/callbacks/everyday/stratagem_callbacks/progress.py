@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.notebook import in_notebook
 from stratagem.api.readback import Readback
 from stratagem.api.validators import more_than
 from stratagem_callbacks.pace import Pace, Progress, batches_left
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

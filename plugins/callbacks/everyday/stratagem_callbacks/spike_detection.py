@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import StratagemError
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 class TrainingSpike(StratagemError):

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_callbacks.logged_metrics import check_has_logger, log
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 #: Dense 16-bit matrix FLOPs per second from the vendors' data sheets, by the full device name without vendor and
 #: memory: "L4" must not match "L40", nor a GPU its MIG slices ("A100-SXM4-40GB MIG 1g.5gb").

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import read_duration
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Generator

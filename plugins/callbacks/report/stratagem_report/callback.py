@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field, frozen
 from attrs.converters import optional
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote, replace_text
 from stratagem.api.validators import more_than
 from stratagem.errors import ConfigError
 from stratagem_report.facts import ending, failure, gather, learning_rates, memory_used
 from stratagem_report.history import History
 from stratagem_report.page import render
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 #: Maximum number of samples of a run: the longer it runs, the longer the time between two samples.
 _SAMPLES = 500

@@ -26,9 +26,9 @@ from stratagem_report.origin import origin, written_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stratagem.api import TrainerView
     from stratagem.api.layout import Layout
     from stratagem_report.history import History
+    from stratagem_trainer.api import TrainerView
 
 _MAX_LENGTH = 400
 

@@ -15,7 +15,7 @@ from stratagem.api.paths import as_path, is_remote
 from stratagem.api.redaction import redact
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from stratagem_trainer.api import TrainerView
 
 #: Seconds for git to answer.
 _GIT_S = 5.0

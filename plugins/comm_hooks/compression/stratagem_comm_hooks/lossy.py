@@ -152,7 +152,7 @@ class LossyHook(CommHook):
                 self._warn(checks, run)
                 run.count_skipped_step()
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:
         self._count_skipped(self._checks.of(run), run, wait=True)
 

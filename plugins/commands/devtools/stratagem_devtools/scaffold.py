@@ -86,6 +86,7 @@ def _requirements(source: str) -> list[str]:
     """Return what `source` imports beside the core, as a pyproject.toml requires it."""
     known = {
         "attrs": "attrs>=24.1", "torch": "torch", "stratagem_launchers_local": "stratagem-launchers-local>=0.1,<0.2",
+        "stratagem_trainer": "stratagem-trainer>=0.1,<0.2",
     }  # fmt: skip
     return [known[module] for module in known if module == "attrs" or re.search(rf"(import|from) {module}\b", source)]
 

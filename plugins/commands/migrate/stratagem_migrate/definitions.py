@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stratagem.stack.lightning_callbacks import HOOKS
+from stratagem.discovery.moved_names import table
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, constant, last_name, methods
-from stratagem_trainer.event_names import EVENTS
+from stratagem_trainer.api.events import EVENTS
 
 # --- Modules and data modules ------------------------------------------------------------------------------------
 
@@ -135,8 +135,10 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
         return
     old = f"def {method.name}({', '.join(given)})"
     known = installed.hooks().get(method.name)
-    if method.name in HOOKS:
-        yield source.finding(method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", HOOKS[method.name])
+    if method.name in table("hooks"):
+        yield source.finding(
+            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", table("hooks")[method.name]
+        )
     elif known is not None and is_hook_as_it_is(method):
         yield source.finding(method, SAME, old, "")
     elif known is not None:

@@ -13,8 +13,8 @@ from typing import Any
 from stratagem.api import options as config
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError
-from stratagem.stack import lightning_callbacks
-from stratagem_trainer.event_names import EVENTS
+from stratagem.stack.plugin_hooks import hook_functions
+from stratagem_trainer.api.events import EVENTS
 
 #: Modules with the classes of each kind.
 MODULES = {
@@ -67,10 +67,7 @@ def data_attributes() -> frozenset[str]:
 @cache
 def hooks() -> Mapping[str, tuple[str, ...]]:
     """Return the arguments of each hook, by its name."""
-    from stratagem.api import hooks as specifications
-
-    found = {name: value for name, value in vars(specifications).items() if hasattr(value, "stratagem_spec")}
-    return {name: tuple(inspect.signature(value).parameters) for name, value in found.items()}
+    return {name: tuple(inspect.signature(value).parameters) for name, value in hook_functions().items()}
 
 
 @cache
@@ -92,6 +89,8 @@ def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
 @cache
 def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a Callback that stratagem refuses, in the same form."""
+    from stratagem_trainer import lightning_callbacks
+
     return _as_findings(lightning_callbacks.CALLBACK, "@hookimpl ")
 
 
@@ -123,7 +122,7 @@ def parameters(owner: str, method: str) -> dict[str, inspect.Parameter]:
 @cache
 def scheduler_options() -> frozenset[str]:
     """Return the valid keys of a dict for a learning rate scheduler."""
-    from stratagem.api.lr_schedulers import LRSchedulerConfig
+    from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
 
     return frozenset(config.options(LRSchedulerConfig))
 

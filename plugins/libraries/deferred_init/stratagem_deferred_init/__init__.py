@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem_deferred_init.materializer import Materializer
 from stratagem_deferred_init.meta_init import has_no_values, meta_init
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

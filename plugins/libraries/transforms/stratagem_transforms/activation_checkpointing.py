@@ -18,8 +18,9 @@ import torch
 from attrs import define
 from torch import nn
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.errors import ConfigError, nearest, shown
+from stratagem_trainer.api import Callback
 from stratagem_transforms.wrap_policy import check_policy, select
 
 if TYPE_CHECKING:

@@ -15,13 +15,15 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stratagem.api import Callback, hookimpl
+from stratagem.api import hookimpl
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stratagem.api import Collectives, RunContext, TrainerView
+    from stratagem.api import Collectives, RunContext
+    from stratagem_trainer.api import TrainerView
 
 #: The ranks over which a layer computes its statistics; a copy of the layer uses only its own batch.
 _PEERS: weakref.WeakKeyDictionary[nn.Module, Collectives] = weakref.WeakKeyDictionary()

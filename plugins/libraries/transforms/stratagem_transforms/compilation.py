@@ -18,8 +18,9 @@ import torch
 from attrs import define, field, frozen
 from torch import nn
 
-from stratagem.api import COMPILATION, Callback, Capabilities, hookimpl
+from stratagem.api import COMPILATION, Capabilities, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
+from stratagem_trainer.api import Callback
 from stratagem_transforms.activation_checkpointing import RECOMPUTED, Selective
 from stratagem_transforms.compilation_errors import explained
 from stratagem_transforms.wrap_policy import check_policy, children_first, outermost, repeated, select

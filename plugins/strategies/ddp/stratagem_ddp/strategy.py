@@ -37,8 +37,9 @@ from stratagem_process_group import ProcessGroupStrategy, group_options_after
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stratagem.api import RunContext, TrainerView
+    from stratagem.api import RunContext
     from stratagem.api.traffic import Traffic
+    from stratagem_trainer.api import TrainerView
 
 _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn", "fork": "fork"}
 
@@ -190,12 +191,12 @@ class DDPStrategy(ProcessGroupStrategy):
             vars(module)[REACHED] = reached(loss)
         return True
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:
         if isinstance(run.model, _Replica):
             run.model.check_frozen()
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_fit_end(self, trainer: TrainerView, run: RunContext) -> None:
         # With manual optimization torch does not count unused parameters.
         searched = isinstance(run.model, DistributedDataParallel) and run.model.find_unused_parameters
@@ -204,7 +205,7 @@ class DDPStrategy(ProcessGroupStrategy):
             if said and run.is_global_zero:
                 warnings.warn(said, stacklevel=2)
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         if self.broadcast_buffers and isinstance(run.model, DistributedDataParallel):
             assert run.module is not None, "wrap_model sets it"

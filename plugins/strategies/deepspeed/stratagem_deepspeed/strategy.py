@@ -270,7 +270,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 expected="one of the two",
             )
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:
         if run.model.engine is not None:
             run.model.check_thawed()
@@ -313,7 +313,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         norm: torch.Tensor | float = run.model.clip(max_norm)
         return norm
 
-    @hookimpl(wrapper=True)
+    @hookimpl(optionalhook=True, wrapper=True)
     def on_before_optimizer_step(self, run: RunContext) -> Generator[None, None, None]:
         gradients = run.model.gradient_guard
         if gradients is None or run.num_implementations("on_before_optimizer_step") == 1:
@@ -408,7 +408,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             logical.load_optimizer_state(state, self._zero, module, self._groups)
         return True
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.load_full_weights:
             checkpoint.pop("optimizers", None)

@@ -121,7 +121,7 @@ class DDP2Strategy(Strategy):
             run.collectives.traffic.add("all_reduce", self._num_bytes, run.world_size, sender="gradients")
         return True
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         if isinstance(run.model, NodeDDP):
             assert run.module is not None, "it was wrapped"

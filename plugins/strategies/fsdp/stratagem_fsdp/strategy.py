@@ -211,7 +211,7 @@ class FSDPStrategy(FSDPOptions):
             assert parameter.grad is not None, "what has none was left out"
             parameter.grad = run.peers.all_reduce(parameter.grad, "mean")
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_end(self, run: RunContext) -> None:
         reshard(run.model)
 

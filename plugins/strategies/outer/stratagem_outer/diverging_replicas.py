@@ -164,12 +164,12 @@ class DivergingReplicas(Plugin):
             self._count_step(run)
         return stepped
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_start(self, run: RunContext) -> None:
         if run.manual:
             self._before_step(run)
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_batch_end(self, run: RunContext) -> None:
         # A manual step may run on some ranks only, or while a graph exists that needs the parameters unchanged.
         if run.manual:
@@ -200,18 +200,18 @@ class DivergingReplicas(Plugin):
 
     # --- The average in evaluation -------------------------------------------------------------------------------
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_validation_start(self, run: RunContext) -> None:
         self._swap_in_average(run)
 
-    @hookimpl(trylast=True)
+    @hookimpl(optionalhook=True, trylast=True)
     def on_validation_end(self, run: RunContext) -> None:
         self._restore_own_values(run)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    @hookimpl(tryfirst=True)
+    @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_end(self, run: RunContext) -> None:
         if self._in_sync:
             return

@@ -345,7 +345,7 @@ class ParallelStrategy(ParallelOptions):
                 stack.enter_context(self._sharding.optimizer_step(run.model, run))
             return (yield)
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         """Give replicas the buffers of the first: each has statistics of its own batches (decision 0004)."""
         over = self._averaged_over((True, True))
@@ -353,7 +353,7 @@ class ParallelStrategy(ParallelOptions):
             assert run.module is not None, "it was wrapped"
             over.replicate(local(buffer) for buffer in run.module.buffers() if not buffer.is_meta)
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_end(self, run: RunContext) -> None:
         reshard(run.model)
 

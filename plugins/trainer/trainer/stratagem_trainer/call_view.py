@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from stratagem.api.trainer_view import TrainerState
 from stratagem.errors import ConfigError
+from stratagem_trainer.api import TrainerState
 
 if TYPE_CHECKING:
     from stratagem.runtime.context import Context

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api import hooks
-from stratagem_trainer.event_names import EVENTS
+from stratagem_trainer.api.events import EVENTS
+from stratagem_trainer.api.events import arguments_of as arguments_of_hook
 from stratagem_trainer.module import overrides
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ class Events:
 
 def arguments_of(event: str) -> tuple[str, ...]:
     """Return what a module's method for `event` gets, in order."""
-    known = inspect.signature(getattr(hooks, event)).parameters
-    return tuple(name for name in known if name not in ("trainer", "module", "run"))
+    return tuple(name for name in arguments_of_hook(event) if name not in ("trainer", "module", "run"))
 
 
 def by_name(event: str, method: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, fields
 
-from stratagem.api.trainer_view import FitOutcome
+from stratagem_trainer.api import FitOutcome
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.progress import Position
 
 if TYPE_CHECKING:
-    from stratagem.api.lr_schedulers import LRSchedulerConfig
-    from stratagem.api.trainer_view import TrainerView
     from stratagem.runtime.context import Context
+    from stratagem_trainer.api import TrainerView
+    from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
     from stratagem_trainer.batches import ResumableBatches
     from stratagem_trainer.settings import TrainerSettings
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.api.capabilities import CUSTOM_CLIPPING, CUSTOM_STEP
 from stratagem.errors import ConfigError, nearest
-from stratagem.stack.lightning_callbacks import Instead, refuse
+from stratagem_trainer.api.events import EVENTS, ModuleEvents
 from stratagem_trainer.custom_step import STEP_METHODS
 from stratagem_trainer.datamodule import DataModule
-from stratagem_trainer.event_names import EVENTS
 from stratagem_trainer.events import arguments_of, by_name
+from stratagem_trainer.lightning_callbacks import Instead, refuse
 from stratagem_trainer.module import Module, overrides
-from stratagem_trainer.module_events import ModuleEvents
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Stack

@@ -9,6 +9,7 @@ import torch
 from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import ConfigError
 from stratagem.runtime.step_module import COMPILER
+from stratagem_trainer.api.events import ModuleEvents
 from stratagem_trainer.hyperparameters import (
     Hyperparameters,
     HyperparametersMixin,
@@ -18,7 +19,6 @@ from stratagem_trainer.hyperparameters import (
 )
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 from stratagem_trainer.module_access import ModuleAccess
-from stratagem_trainer.module_events import ModuleEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,8 +14,8 @@ from stratagem_trainer.device_mesh import device_mesh_of
 from stratagem_trainer.optimizer_handle import handles_of
 
 if TYPE_CHECKING:
-    from stratagem.api.trainer_view import TrainerView
     from stratagem.api.world import Collectives
+    from stratagem_trainer.api import TrainerView
     from stratagem_trainer.fit_state import FitState
 
 #: Properties that raise an error without a trainer, or without one that has them.

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.api.options import structure
 from stratagem.errors import ConfigError
+from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
 
 _FORMS = "an optimizer, a list of them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'"
 

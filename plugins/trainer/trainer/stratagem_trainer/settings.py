@@ -12,7 +12,6 @@ import attrs
 from attrs import define, field
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE
-from stratagem.api.kinds import has_role
 from stratagem.api.options import as_list, option_types
 from stratagem.api.validators import (
     accumulation,
@@ -29,6 +28,8 @@ from stratagem.stack.checks import check_capabilities, check_hooks
 from stratagem.stack.construction import default
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
+from stratagem_trainer.api import has_role
+from stratagem_trainer.lightning_callbacks import check_methods
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -106,6 +107,7 @@ class TrainerSettings(RunSettings):
             *listed, *_profiler(self, chooser), *stack.callbacks, *_standard_callbacks(self)
         ]  # fmt: skip
         stack.loggers = _loggers(self, chooser)
+        check_methods([*stack.others, *stack.callbacks, *stack.loggers])
         if not self.barebones:
             stack.automatic = [
                 *automatic_callbacks(self, "trainer_callback"), *stack.automatic,
@@ -126,7 +128,7 @@ class TrainerSettings(RunSettings):
         return needs
 
 
-registry.reserve(option_types(TrainerSettings))
+registry.reserve(option_types(TrainerSettings), "stratagem-trainer")
 
 
 # --- Callbacks and loggers ----------------------------------------------------------------------------------------
@@ -147,6 +149,7 @@ def with_callbacks(stack: Stack, settings: TrainerSettings, values: Any) -> list
     kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
     callbacks = sorted([*kept, *added], key=lambda choice: has_role(choice.plugin, "best-checkpoint"))
     changed = attrs.evolve(stack, callbacks=callbacks)
+    check_methods(added)
     check_switches(settings, changed, added)
     check_capabilities(changed, {})
     check_hooks(changed)

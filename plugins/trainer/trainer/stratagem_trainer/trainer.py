@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.callback_log import let_log
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.config.environment import from_environment
 from stratagem.config.settings import gather, remember_arguments
@@ -17,6 +16,8 @@ from stratagem.config.sources import Source, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.context import Context
+from stratagem_trainer.api.callback_log import let_log
+from stratagem_trainer.api.hook_methods import belongs_to
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.events import Events
 from stratagem_trainer.fit_state import FitState
@@ -33,18 +34,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Literal
 
-    from stratagem.api.kinds import (
-        Accelerator,
-        Callback,
-        CheckpointFormat,
-        CommHook,
-        Environment,
-        Launcher,
-        Logger,
-        Precision,
-        Strategy,
-    )
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Launcher, Precision, Strategy
     from stratagem.config.settings import NameOr
+    from stratagem_trainer.api import Callback, Logger
     from stratagem_trainer.request import StageRequest
 
 
@@ -186,6 +178,8 @@ class Trainer(View):
 
     def _enter(self) -> None:
         """Begin a call in this process."""
+        for logger in self.loggers:
+            belongs_to(logger, self.run)
         if self._state.module is not None:
             let_log(self.callbacks, self._state.module)
         self._state.begin(Events(self._state))

@@ -12,7 +12,6 @@ import torch
 from attrs import define
 from torch import nn
 
-from stratagem.api.kinds import has_role
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
@@ -34,13 +33,14 @@ from stratagem.runtime.state_io import format_tag
 from stratagem.stack import identity
 from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
+from stratagem_trainer.api import has_role
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.hyperparameters import stored_hyperparameters
 from stratagem_trainer.module import build, overrides
 from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
 
 if TYPE_CHECKING:
-    from stratagem.api.trainer_view import FitOutcome
+    from stratagem_trainer.api import FitOutcome
     from stratagem_trainer.fit_state import FitState
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.api.capabilities import ACCUMULATION
-from stratagem.api.kinds import has_role
 from stratagem.api.paths import as_path
-from stratagem.api.trainer_view import SavedCheckpoint
 from stratagem.api.validators import read_accumulation
 from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.errors import ConfigError
 from stratagem_trainer import fit_state
+from stratagem_trainer.api import SavedCheckpoint, has_role
 from stratagem_trainer.call_view import CallView
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.api.metric_values import ReduceFx
-    from stratagem.api.trainer_view import TrainerView
+    from stratagem_trainer.api import TrainerView
+    from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
     from stratagem_trainer.trial import TrialStep
 
 
@@ -45,7 +44,7 @@ def _of_state(name: str) -> Any:
 
 
 class View(CallView):
-    """See `stratagem.api.trainer_view.TrainerView`."""
+    """See `stratagem_trainer.api.trainer_view.TrainerView`."""
 
     module, datamodule = _of_state("module"), _of_state("datamodule")
     callback_metrics, logged_metrics = _of_state("callback_metrics"), _of_state("logged_metrics")

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from attrs import define, field
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stratagem.api.monitored import HasMetrics, monitored
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+from stratagem_trainer.api.monitored import HasMetrics, monitored
 
 
 @define(eq=False, kw_only=True)

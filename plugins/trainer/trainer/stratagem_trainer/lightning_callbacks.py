@@ -1,15 +1,17 @@
-"""Names of Lightning's callback API that stratagem does not call, and arguments that its hooks do not have."""
+"""Methods of callbacks and loggers that nothing calls: old names of Lightning, and hooks that are misspelled."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Final
+import warnings
+from collections.abc import Iterable
+from typing import Final
 
 from attrs import frozen
 
-from stratagem.api import hooks
-from stratagem.errors import ConfigError, PluginError, nearest
+from stratagem.errors import ConfigError, mistyped
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugins import Choice
+from stratagem_trainer.api.kinds import Callback, Logger
 
 
 @frozen(eq=False, repr=False)
@@ -37,32 +39,31 @@ CALLBACK: Final[dict[str, Instead]] = {
     "on_keyboard_interrupt": Instead("on_exception(self, trainer, module, exception)"),
 }
 
-#: Arguments of Lightning's callbacks, and their names here.
-CALLBACK_ARGUMENTS: Final[dict[str, str]] = {"pl_module": "name it `module`"}
-
-#: Hooks that are called at another time than Lightning's method of the same name.
-HOOKS: Final[dict[str, str]] = {
-    "teardown": "take `run` alone: it is called once, when the run closes; for the end of a call define on_fit_end, "
-    "on_validation_end, on_test_end or on_predict_end",
-}
+#: How the names of the methods begin that are hooks without a mark.
+_PREFIXES: Final = ("on_", "log_")
 
 
-def check_hook_arguments(choice: Any) -> None:
-    """Refuse hooks of a plugin that name an argument which the hook does not have.
+def check_methods(choices: Iterable[Choice]) -> None:
+    """Refuse methods of callbacks that Lightning called, and warn of names that are almost those of hooks.
 
     Raises:
-        PluginError: names the hook and the argument.
+        ConfigError: names the method, and what to define instead.
     """
-    for hook in hook_implementations(choice.plugin):
-        if hook not in hook_specifications():
-            continue
-        known = list(inspect.signature(getattr(hooks, hook)).parameters)
-        for name in inspect.signature(getattr(choice.plugin, hook)).parameters:
-            if name not in known:
-                do = HOOKS.get(hook) or CALLBACK_ARGUMENTS.get(name) or nearest(name, known) or "leave it out"
-                raise PluginError(
-                    f"{choice} takes {name} in {hook}", expected=f"arguments out of ({', '.join(known)})", do=do
-                )
+    for choice in choices:
+        for name, instead in CALLBACK.items():
+            if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
+                raise refuse(str(choice), name, instead)
+        if isinstance(choice.plugin, Callback | Logger):
+            _warn_of_misspelled(choice)
+
+
+def _warn_of_misspelled(choice: Choice) -> None:
+    hooks = {name for name in hook_specifications() if name.startswith(_PREFIXES)}
+    lacking = hooks - hook_implementations(choice.plugin).keys()
+    for name in dir(type(choice.plugin)):
+        is_own = name.startswith(_PREFIXES) and name not in hooks
+        if is_own and (hint := mistyped(name, sorted(lacking))):
+            warnings.warn(f"{choice} defines {name}, which nothing calls; {hint}", stacklevel=2)
 
 
 def refuse(owner: str, name: str, instead: Instead) -> ConfigError:

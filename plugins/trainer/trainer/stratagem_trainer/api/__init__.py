@@ -1,0 +1,6 @@
+"""What the author of a callback or a logger imports, beside `stratagem.api`; `events` has the hooks."""
+
+from stratagem_trainer.api.kinds import Callback, Logger, has_role
+from stratagem_trainer.api.trainer_view import FitOutcome, SavedCheckpoint, TrainerState, TrainerView
+
+__all__ = ["Callback", "FitOutcome", "Logger", "SavedCheckpoint", "TrainerState", "TrainerView", "has_role"]

@@ -1,0 +1,122 @@
+"""Methods that are hooks by their names, without a mark: a callback's events, and what a logger writes.
+
+A class that derives from `Callback` or `Logger` overrides them. A method gets the arguments that it names; one that
+names others, as Lightning's callbacks name ``pl_module``, gets them in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from stratagem.api.markers import hookimpl
+from stratagem.errors import ConfigError, PluginError
+
+#: The run that each logger belongs to in this process.
+_RUNS: Final[weakref.WeakKeyDictionary[Any, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def belongs_to(logger: Any, run: Any) -> None:
+    """Let methods of `logger` that are called by hand write to `run`."""
+    _RUNS[logger] = weakref.ref(run)
+
+
+def _hooks_of(base: type[Any]) -> Iterable[str]:
+    return [name for name in vars(base) if not name.startswith("_")]
+
+
+def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequence[str]]) -> None:
+    """Mark the methods of `cls` that replace those of `base` as hooks.
+
+    Raises:
+        PluginError: one takes more arguments than its hook has.
+    """
+    for name in _hooks_of(base):
+        owner = next(each for each in cls.__mro__ if name in vars(each))
+        method = vars(owner)[name]
+        if owner is base or method is None or hasattr(getattr(cls, name), "stratagem_impl"):
+            continue
+        if not isinstance(method, types.FunctionType):
+            raise PluginError(f"{cls.__name__}.{name} is a {type(method).__name__}", expected="a method")
+        setattr(cls, name, _as_hook(cls.__name__, name, method, arguments_of(name)))
+
+
+def _as_hook(owner: str, hook: str, method: types.FunctionType, known: Sequence[str]) -> Callable[..., Any]:
+    """Return `method` marked as an implementation of `hook`, with the arguments that the hook has."""
+    _, *own = inspect.signature(method).parameters.values()
+    kinds = inspect.Parameter
+    required = [each for each in own if each.default is kinds.empty and each.kind is not kinds.VAR_POSITIONAL]
+    if all(each.name in known for each in own):
+        return hookimpl(method)
+    in_order = [each for each in known if each != "run"]
+    takes_all = any(each.kind is kinds.VAR_POSITIONAL for each in own)
+    if len(required) > len(in_order) or any(each.kind is kinds.KEYWORD_ONLY for each in required):
+        raise PluginError(
+            f"{owner}.{hook} takes ({', '.join(['self', *map(str, own)])})",
+            expected=f"(self, {', '.join(in_order)}), or some of them by name",
+        )
+    positional = [each for each in own if each.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    names = in_order if takes_all else in_order[: len(positional)]
+
+    def call(*values: Any, **named: Any) -> Any:
+        return method(*values, **named)
+
+    return hookimpl(_named_as(method, call, names))
+
+
+def _named_as(method: Any, call: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """Return `call` with the name of `method` and arguments called `names`, which pluggy passes in this order."""
+    for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(call, attribute, getattr(method, attribute))
+    # pluggy reads names from the code of what a function wraps.
+    call.__wrapped__ = eval(f"lambda {', '.join(('self', *names))}: None")  # type: ignore[attr-defined]  # noqa: S307
+    return call
+
+
+def let_call_by_hand(cls: type[Any], base: type[Any]) -> None:
+    """Let the methods of `cls` that replace those of `base` be called without the run, outside of hooks."""
+    for name in _hooks_of(base):
+        method = vars(cls).get(name)
+        marker = getattr(method, "stratagem_impl", None)
+        if marker is not None and not marker["wrapper"] and not hasattr(method, "by_hand"):
+            setattr(cls, name, _callable_by_hand(name, method))
+
+
+def _callable_by_hand(hook: str, method: Any) -> Callable[..., Any]:
+    """Return `method` of a logger so that a call without the run writes to the logger's own, on rank 0 only."""
+    own, marker = list(inspect.signature(method).parameters)[1:], method.stratagem_impl
+    names = own if "run" in own else [*own, "run"]
+
+    def call(self: Any, *values: Any, **named: Any) -> Any:
+        if len(values) == len(names):  # a hook
+            return method(self, *values[: len(own)])
+        return _by_hand(self, hook, own, functools.partial(method, self), dict(zip(own, values, strict=False)) | named)
+
+    call.stratagem_impl, call.by_hand = marker, True  # type: ignore[attr-defined]
+    return _named_as(method, call, names)
+
+
+def _by_hand(logger: Any, hook: str, own: list[str], method: Callable[..., Any], given: dict[str, Any]) -> Any:
+    from stratagem.api.options import items_of
+    from stratagem.api.readback import as_numbers
+
+    run = given.get("run") or (_RUNS[logger]() if logger in _RUNS else None)
+    if run is None:
+        raise ConfigError(
+            f"{type(logger).__name__}.{hook} was called outside a run", expected="a logger of a trainer",
+            do="call it in the module's methods or in a callback, as self.logger",
+        )  # fmt: skip
+    if not run.is_global_zero:
+        return None
+    if hook == "log_metrics":
+        if given.get("step") is None:
+            given["step"] = 0 if run.progress is None else run.progress.global_step
+        given["metrics"] = as_numbers(given["metrics"])
+    else:
+        given["params"] = items_of(given["params"], hook)
+    given["run"] = run
+    return method(**{name: given[name] for name in own})
