@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import define
 
+import stratagem_trainer.api.events as events
 from stratagem.api.kinds import Kind, Plugin
 from stratagem.api.markers import hookimpl
-import stratagem_trainer.api.events as events
 from stratagem_trainer.api.callback_log import LogsMetrics
 from stratagem_trainer.api.events import CallbackEvents, LoggerMethods
 from stratagem_trainer.api.hook_methods import belongs_to
