@@ -1,11 +1,12 @@
-"""Automatic optimization through the module's own `optimizer_step` or `optimizer_zero_grad`; its own batch transfer.
+"""Automatic optimization through a closure: the module's own step, or LBFGS; the module's own batch transfer.
 
 [Note: the closure]
 `Module.optimizer_step` gets a closure. Calling it runs `training_step`, zeroes the gradients in the first batch of an
 accumulation window (`on_before_zero_grad`, `optimizer_zero_grad`), and differentiates (`on_before_backward`,
 `backward`, `on_after_backward`). ``optimizer.step(closure)`` calls it, then `on_before_optimizer_step`,
 `configure_gradient_clipping`, and steps through strategy and precision. Earlier batches of a window only call the
-closure. Without such an override the loop does the same in fewer calls, and zeroes the gradients after each step.
+closure. An optimizer that evaluates the model itself, such as LBFGS, is stepped in this way, too. Elsewhere the loop
+does the same in fewer calls, and zeroes the gradients after each step (`TrainLoop._train`).
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class Loop(Protocol):
     def count_step(self, stepped: bool) -> None: ...
 
 
-class CustomStep:
+class ClosureStep:
     """Trains one batch at a time for a loop, see [Note: the closure]."""
 
     def __init__(self, loop: Loop, optimizer: Optimizer) -> None:
         self.loop, self.run, self.optimizer = loop, loop.run, optimizer
         self.module: Module = loop.state.module
-        self._handle = _Steps(self)
+        self._handle = _Handle(self)
         self._of_hooks = self.run.stack.strategy.hook_context() or contextlib.nullcontext()
         self._batch_idx = 0
         self._zero_is_due = False
@@ -88,7 +89,7 @@ class CustomStep:
         outputs, self._outputs = self._outputs, None
         return outputs
 
-    def before_backward(self) -> None:
+    def zero_if_due(self) -> None:
         """Zero the gradients if a window begins."""
         if self._zero_is_due:
             self._zero_is_due = False
@@ -128,21 +129,26 @@ class CustomStep:
         self._zero_is_due = self._batch_idx % loop.accumulate == 0
         with torch.enable_grad():
             outputs = self.run.step.train_step(batch, self._batch_idx, loop.divisor, sync, loop.with_index)
-        self.before_backward()  # a skipped batch has no backward
+        if outputs is None and loop.closes_over:
+            raise ConfigError(
+                f"training_step returned None under {type(self.optimizer).__name__}, which evaluates the model itself",
+                expected="a loss", do="return the loss, multiplied by zero to skip a batch",
+            )  # fmt: skip
+        self.zero_if_due()  # a skipped batch has no backward
         self._outputs, self._was_evaluated = outputs, True
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         return loss.detach() if isinstance(loss, torch.Tensor) else loss
 
 
-class _Steps:
+class _Handle:
     """The optimizer as `Module.optimizer_step` gets it: `step` goes through the hooks, all else is the optimizer's."""
 
-    def __init__(self, custom: CustomStep) -> None:
-        self._custom, self.optimizer = custom, custom.optimizer
+    def __init__(self, steps: ClosureStep) -> None:
+        self._steps, self.optimizer = steps, steps.optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Call `closure`, clip, step with the `options` of the optimizer's own `step`; return the loss."""
-        return self._custom.step(closure, options)
+        return self._steps.step(closure, options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

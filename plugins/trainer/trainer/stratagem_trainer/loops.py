@@ -17,7 +17,7 @@ from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError, shown
 from stratagem_trainer import fit_state
 from stratagem_trainer.batches import ResumableBatches
-from stratagem_trainer.custom_step import STEP_METHODS, CustomStep, clipping
+from stratagem_trainer.custom_step import STEP_METHODS, ClosureStep, clipping
 from stratagem_trainer.metric_log import end_epoch, log_last_step, log_step
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.module import overrides
@@ -64,30 +64,31 @@ class TrainLoop:
         self.batch_end = state.events.listener("on_train_batch_end")
         self.before_step = state.events.listener("on_before_optimizer_step")
         self.before_zero_grad = state.events.listener("on_before_zero_grad")
-        #: Trains a batch where the module defines a method of the step; None leaves it to `_batch`.
-        self.custom_step = self._custom_step()
+        #: Trains a batch, and steps.
+        self.train = self._training()
         self._listen_to_backward()
         self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
         self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
         self._over = None if self.deadline is None else LateFlag(self.run.collectives.duplicate("flags"))
 
-    def _custom_step(self) -> CustomStep | None:
-        if self.run.manual or self.optimizer is None:
-            return None
-        wanted = any(overrides(self.state.module, method) for method in STEP_METHODS)
-        return CustomStep(self, self.optimizer) if wanted else None
+    def _training(self) -> Callable[[Any, int, bool], Any]:
+        if self.run.manual:
+            return self._train_by_hand
+        wanted = self.closes_over or any(overrides(self.state.module, method) for method in STEP_METHODS)
+        return ClosureStep(self, self.optimizer) if wanted and self.optimizer is not None else self._train
 
     def _listen_to_backward(self) -> None:
         """Have the run emit the events of each backward, wherever it is called."""
-        custom, emit = self.custom_step, self.state.events.listener("on_before_backward")
+        emit = self.state.events.listener("on_before_backward")
+        closure = self.train if isinstance(self.train, ClosureStep) else None
 
         def before_backward(loss: torch.Tensor) -> None:
-            if custom is not None:
-                custom.before_backward()
+            if closure is not None:
+                closure.zero_if_due()
             if emit is not None:
                 emit(loss=loss)
 
-        self.run.step.before_backward = None if custom is None and emit is None else before_backward
+        self.run.step.before_backward = None if closure is None and emit is None else before_backward
         self.run.step.after_backward = self.state.events.listener("on_after_backward")
 
     def _check_optimizers(self) -> None:
@@ -125,8 +126,8 @@ class TrainLoop:
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # gradients that an earlier fit left in an open window are computed again
         self.train_batches.start(position)
-        by_hand = self.run.manual or self.custom_step is not None
-        with watched_steps(state, counts=self.run.manual) if by_hand else contextlib.nullcontext():
+        watches = self.train != self._train  # the module steps, or may
+        with watched_steps(state, counts=self.run.manual) if watches else contextlib.nullcontext():
             while not self._finished():
                 self._epoch()
                 if not position.epoch_ended:
@@ -272,17 +273,7 @@ class TrainLoop:
                 self._check_answer(answer, batch_idx)
                 self._skip_rest(batch_idx)
                 return
-        if self.custom_step is not None:
-            outputs = self.custom_step(batch, batch_idx, is_last or (batch_idx + 1) % self.accumulate == 0)
-        elif self.closes_over:
-            outputs = self._closure_step(batch, batch_idx)
-        elif run.manual:
-            outputs = run.step.train_step(batch, batch_idx, 1, True, self.with_index)
-        else:
-            sync = is_last or (batch_idx + 1) % self.accumulate == 0
-            outputs = run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
-            if sync and self.optimizer is not None:
-                self._step()
+        outputs = self.train(batch, batch_idx, is_last or (batch_idx + 1) % self.accumulate == 0)
         state.last_outputs = outputs
         position = self.position
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
@@ -296,6 +287,28 @@ class TrainLoop:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:
             log_step(state)
+
+    def _train(self, batch: Any, batch_idx: int, sync: bool) -> Any:
+        """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
+        run, optimizer = self.run, self.optimizer
+        outputs = run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
+        if not sync or optimizer is None:
+            return outputs
+        if self.before_step is not None:
+            self.before_step(optimizer=optimizer)
+        if self.clip is not None:
+            self.clip(optimizer)
+        stepped = run.step.optimizer_step(optimizer)
+        if self.before_zero_grad is not None:
+            self.before_zero_grad(optimizer=optimizer)
+        optimizer.zero_grad()
+        self.train_batches.close_window()
+        self.count_step(stepped)
+        return outputs
+
+    def _train_by_hand(self, batch: Any, batch_idx: int, sync: bool) -> Any:
+        """Call `training_step`, which steps the optimizers."""
+        return self.run.step.train_step(batch, batch_idx, 1, True, self.with_index)
 
     @staticmethod
     def _check_answer(answer: Any, batch_idx: int) -> None:
@@ -343,20 +356,6 @@ class TrainLoop:
         position = self.position
         position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True
 
-    def _step(self) -> None:
-        run, optimizer = self.run, self.optimizer
-        assert optimizer is not None
-        if self.before_step is not None:
-            self.before_step(optimizer=optimizer)
-        if self.clip is not None:
-            self.clip(optimizer)
-        stepped = run.step.optimizer_step(optimizer)
-        if self.before_zero_grad is not None:
-            self.before_zero_grad(optimizer=optimizer)
-        optimizer.zero_grad()
-        self.train_batches.close_window()
-        self.count_step(stepped)
-
     def count_step(self, stepped: bool) -> None:
         """Count an optimizer step, and step the schedulers unless a loss scale skipped it."""
         self.position.global_step += 1
@@ -366,31 +365,3 @@ class TrainLoop:
         for config in self.step_schedulers:
             if self.position.global_step % config.frequency == 0:
                 config.step(self.state)
-
-    def _closure_step(self, batch: Any, batch_idx: int) -> Any:
-        """Let the optimizer evaluate the model: once or many times, all ranks seeing the same loss."""
-        run, optimizer = self.run, self.optimizer
-        assert optimizer is not None
-        kept: list[Any] = []
-
-        def closure() -> torch.Tensor:
-            if self.before_zero_grad is not None:
-                self.before_zero_grad(optimizer=optimizer)
-            optimizer.zero_grad()
-            outputs = run.step.train_step(batch, batch_idx, 1, True, self.with_index)
-            kept[:] = [outputs]
-            if outputs is None:
-                raise ConfigError(
-                    f"training_step returned None under {type(optimizer).__name__}, which evaluates the model itself",
-                    expected="a loss", do="return the loss, multiplied by zero to skip a batch",
-                )  # fmt: skip
-            if self.clip is not None:
-                self.clip(optimizer)
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-            # The optimizer decides by this number: it must be the same on all ranks, or they hang.
-            return run.collectives.all_reduce(loss.detach(), "mean")
-
-        if self.before_step is not None:
-            self.before_step(optimizer=optimizer)
-        self.count_step(run.step.optimizer_step(optimizer, closure))
-        return kept[0]
