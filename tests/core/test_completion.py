@@ -17,7 +17,7 @@ from stratagem.errors import ConfigError
 from stratagem.stack.describe import option_docs
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.api import TrainerView
-from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.metrics import LogOptions
 from stratagem_trainer.settings import TrainerSettings
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -51,11 +51,15 @@ def test_every_argument_is_documented(settings):
 def test_methods_that_log_have_every_option_with_its_default_and_type(method):
     parameters = inspect.signature(method).parameters.values()
     shown = [(each.name, each.default, each.annotation) for each in parameters if each.default is not each.empty]
-    recorded = [
-        (each.name, each.default, each.annotation) for each in inspect.signature(StageMetrics.log).parameters.values()
-    ]
+    of_log = {name: each for name, each in inspect.signature(sg.Module.log).parameters.items() if name != "self"}
 
-    assert shown == recorded[3:]
+    assert shown == [(name, each.default, each.annotation) for name, each in [*of_log.items()][2:]]
+    for option, default in LogOptions._field_defaults.items():
+        annotation = LogOptions.__annotations__[option]
+        assert (of_log[option].default, of_log[option].annotation) == (
+            default,
+            getattr(annotation, "__forward_arg__", annotation),
+        )
 
 
 def plugin_classes() -> list[type]:

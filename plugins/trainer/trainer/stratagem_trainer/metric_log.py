@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, nearest
-from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.metrics import LogOptions, StageMetrics
 
 if TYPE_CHECKING:
-    from stratagem.api.metric_values import ReduceFx
     from stratagem_trainer.fit_state import FitState
 
 #: What to do instead of Lightning's other options.
@@ -49,29 +48,15 @@ def refuse_unknown_options(log: F) -> F:
 
 
 def log_metric(
-    state: FitState,
-    name: str,
-    value: Any,
-    prog_bar: bool,
-    logger: bool,
-    on_step: bool | None,
-    on_epoch: bool | None,
-    reduce_fx: ReduceFx,
-    sync_dist: bool,
-    batch_size: int | None,
-    rank_zero_only: bool,
-    add_dataloader_idx: bool,
+    state: FitState, name: str, value: Any, options: LogOptions, batch_size: int | None, add_dataloader_idx: bool
 ) -> None:
     """Record what `Module.log` got."""
-    if rank_zero_only and not state.run.is_global_zero:
+    if options.rank_zero_only and not state.run.is_global_zero:
         return
     stage_metrics = state.stage_metrics
     if stage_metrics.closed:
         stage_metrics = _metrics_for_one(state, name)
-    stage_metrics.log(
-        name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size, rank_zero_only,
-        add_dataloader_idx,
-    )  # fmt: skip
+    stage_metrics.log(name, value, options, batch_size, add_dataloader_idx)
     if stage_metrics is not state.stage_metrics:
         _publish_late(state, name, stage_metrics)
 

@@ -8,7 +8,7 @@ rank may log ``0`` and another ``0.5``. A NaN is never lost: mean, sum, max and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from attrs import asdict, define
@@ -32,8 +32,17 @@ _SYNONYMS: tuple[tuple[Any, str], ...] = (
     (torch.min, "min"), (torch.amin, "min"), (min, "min"),
 )  # fmt: skip
 
-#: Options that all calls of `log` for one name have in common.
-_OPTIONS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist", "rank_zero_only")
+
+class LogOptions(NamedTuple):
+    """The options that all calls of `Module.log` for one name have in common."""
+
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    prog_bar: bool = False
+    logger: bool = True
+    reduce_fx: ReduceFx = "mean"
+    sync_dist: bool = False
+    rank_zero_only: bool = False
 
 
 #: Metrics in the message that reduces those of a step; the rest follows once the names are compared.
@@ -59,7 +68,7 @@ class Metric:
     weight: Any = 0.0
     #: An object that computes its own value over the epoch and over all ranks, as torchmetrics' do.
     source: Any = None
-    #: The options as the last call gave them.
+    #: The options as the last call gave them, and whether a step's value was to be logged by default.
     given: Any = None
     #: The loader it was logged for ("/dataloader_idx_0"), if there are several.
     loader: str = ""
@@ -122,23 +131,12 @@ class StageMetrics:
         self._shown: dict[str, tuple[str, Metric]] = {}
 
     def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: ReduceFx = "mean",
-        sync_dist: bool = False,
-        batch_size: int | None = None,
-        rank_zero_only: bool = False,
-        add_dataloader_idx: bool = True,
+        self, name: str, value: Any, options: LogOptions, batch_size: int | None = None, add_dataloader_idx: bool = True
     ) -> None:
         """See `stratagem.Module.log`."""
         key = name if not (self.loader and add_dataloader_idx) else name + self.loader
         metric = self.metrics.get(key)
-        given = (on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist, rank_zero_only, self.default_on_step)
+        given = (options, self.default_on_step)
         if metric is None:
             metric = self._new(name, value, given, add_dataloader_idx)
         elif metric.given != given:
@@ -238,7 +236,7 @@ class StageMetrics:
 
     def _effective(self, given: tuple[Any, ...]) -> dict[str, Any]:
         """Return the options with defaults for those that are not in `given`."""
-        options = dict(zip(_OPTIONS, given, strict=False))
+        options: dict[str, Any] = given[0]._asdict()
         if options["on_step"] is None:
             options["on_step"] = self.default_on_step
         if options["on_epoch"] is None:
@@ -250,10 +248,10 @@ class StageMetrics:
         return options
 
     def _check_same_options(self, name: str, metric: Metric, given: tuple[Any, ...]) -> None:
-        now, before = self._effective(given), {option: getattr(metric, option) for option in _OPTIONS}
+        now, before = self._effective(given), {option: getattr(metric, option) for option in LogOptions._fields}
         if metric.source is not None:
             now["sync_dist"] = False
-        different = [option for option in _OPTIONS if not _same(now[option], before[option])]
+        different = [option for option in LogOptions._fields if not _same(now[option], before[option])]
         if different:
             raise ConfigError(
                 f"log({name!r}) was called with other options before, and now with {_shown(now, different)}",

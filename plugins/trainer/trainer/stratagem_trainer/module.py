@@ -18,6 +18,7 @@ from stratagem_trainer.hyperparameters import (
     check_weights_only,
 )
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
+from stratagem_trainer.metrics import LogOptions
 from stratagem_trainer.module_access import ModuleAccess
 
 if TYPE_CHECKING:
@@ -201,10 +202,8 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
             ConfigError: called where nothing can be logged (before or after training, a validation or a test; while
                 predicting), a value that is not one number, or contradictory options.
         """
-        log_metric(
-            self._state, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size,
-            rank_zero_only, add_dataloader_idx,
-        )  # fmt: skip
+        options = LogOptions(on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist, rank_zero_only)
+        log_metric(self._state, name, value, options, batch_size, add_dataloader_idx)
 
     @refuse_unknown_options
     def log_dict(

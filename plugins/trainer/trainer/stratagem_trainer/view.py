@@ -18,6 +18,7 @@ from stratagem_trainer import fit_state
 from stratagem_trainer.api import SavedCheckpoint, has_role
 from stratagem_trainer.call_view import CallView
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
+from stratagem_trainer.metrics import LogOptions
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -226,10 +227,8 @@ class View(CallView):
         add_dataloader_idx: bool = True,
     ) -> None:
         """Log a metric, as `Module.log` does: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
-        log_metric(
-            self._state, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size,
-            rank_zero_only, add_dataloader_idx,
-        )  # fmt: skip
+        options = LogOptions(on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist, rank_zero_only)
+        log_metric(self._state, name, value, options, batch_size, add_dataloader_idx)
 
     # --- Training --------------------------------------------------------------------------------------------------
 
