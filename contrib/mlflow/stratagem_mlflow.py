@@ -17,7 +17,7 @@ import attrs
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.redaction import redact
+from stratagem.api.options import redact
 from stratagem.errors import ConfigError, PluginError
 from stratagem_trainer.api import Logger
 

@@ -17,8 +17,8 @@ import torch
 import stratagem as sg
 from stratagem.api.options import options
 from stratagem.cli import parser
-from stratagem.discovery import catalog, moved_names, registry
-from stratagem.discovery.moved_names import table
+from stratagem.discovery import catalog, registry
+from stratagem.discovery.catalog import moved_names
 from stratagem_testing import scripts
 from stratagem_trainer.settings import TrainerSettings
 
@@ -42,7 +42,9 @@ def not_installed(advice: str) -> set[object]:
     return names - NAMES
 
 
-@pytest.mark.parametrize(("name", "advice"), [*catalog._catalog()["spellings"].items(), *table("plugins").items()])
+@pytest.mark.parametrize(
+    ("name", "advice"), [*catalog._catalog()["spellings"].items(), *moved_names("plugins").items()]
+)
 def test_the_advice_for_a_name_of_another_trainer_works(name, advice):
     sentence = ""
     for kind in ("strategy", "precision"):
@@ -78,7 +80,7 @@ def test_short_spellings_work(spelling):
     )
 
 
-@pytest.mark.parametrize(("name", "advice"), table("arguments").items())
+@pytest.mark.parametrize(("name", "advice"), moved_names("arguments").items())
 def test_the_advice_for_an_argument_of_another_trainer_names_what_exists(name, advice):
     with pytest.raises(sg.StratagemError, match=re.escape(advice)):
         sg.Trainer(**{name: 1})
@@ -92,7 +94,7 @@ def test_the_advice_for_an_argument_of_another_trainer_names_what_exists(name, a
 
 
 def test_without_names_of_other_trainers_messages_tell_what_there_is(monkeypatch):
-    monkeypatch.setattr(moved_names, "table", lambda kind: {})
+    monkeypatch.setattr(catalog, "moved_names", lambda kind: {})
 
     with pytest.raises(
         sg.StratagemError, match=r"Trainer has no argument 'auto_lr_find'.*see help\(stratagem.Trainer\)"
@@ -110,7 +112,7 @@ def test_a_file_of_names_that_cannot_be_read_hides_no_error(monkeypatch):
     points = [SimpleNamespace(module=module, attr="moved.toml") for module in ("stratagem_nowhere", "json")]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
 
-    assert table.__wrapped__("arguments") == {}
+    assert moved_names.__wrapped__("arguments") == {}
 
 
 def sources() -> list[Path]:
@@ -156,7 +158,7 @@ def test_plugins_that_messages_tell_to_choose_exist():
             known = (
                 {entry.name for entry in registry.entries(argument)}
                 | {"auto"}
-                | {*catalog._catalog()["spellings"], *table("plugins"), *catalog.providers(argument)}
+                | {*catalog._catalog()["spellings"], *moved_names("plugins"), *catalog.providers(argument)}
             )
             assert name in known or file in ("lightning.py", "arguments.py"), f"{file}: {text}"
     assert checked > 10

@@ -11,7 +11,7 @@ import pytest
 
 import stratagem as sg
 from ports import free_port
-from stratagem.api.redaction import redact
+from stratagem.api.options import redact
 from stratagem.errors import ConfigError
 from stratagem.stack import lock
 from stratagem_testing import ProcessesFailed, run_in_processes, scripts

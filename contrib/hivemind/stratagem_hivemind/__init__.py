@@ -23,8 +23,8 @@ from stratagem.api import (
     hookimpl,
 )  # fmt: skip
 from stratagem.api.batches import map_batch
-from stratagem.api.optimizers import needs_closure
 from stratagem.api.options import options
+from stratagem.api.parameters import needs_closure
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_hivemind.checks import addresses_of_peers, as_list, check_averager_options, check_name, unsupported

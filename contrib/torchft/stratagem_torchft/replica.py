@@ -40,7 +40,7 @@ from stratagem.api import (
     Strategy,
     hookimpl,
 )
-from stratagem.api.optimizers import needs_closure
+from stratagem.api.parameters import needs_closure
 from stratagem.api.seeding import sampler_seed
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError, LaunchError

@@ -30,7 +30,6 @@ from stratagem.api.capabilities import (
     Capabilities,
 )
 from stratagem.api.context import RunContext
-from stratagem.api.evidence import Confidence, Evidence
 from stratagem.api.kinds import (
     Accelerator,
     CheckpointFormat,
@@ -44,7 +43,7 @@ from stratagem.api.kinds import (
     Strategy,
 )
 from stratagem.api.markers import hookimpl
-from stratagem.api.values import Bucket, PrecisionPolicy
+from stratagem.api.values import Bucket, Confidence, Evidence, PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 
 __all__ = [

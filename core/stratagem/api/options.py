@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_ori
 import attrs
 
 from stratagem.api.paths import as_path, is_remote
-from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:
@@ -471,3 +470,32 @@ def items_of(value: Any, caller: str) -> dict[str, Any]:
     if odd := next((name for name in items if not isinstance(name, str)), None):
         raise ConfigError(f"{caller} was given a mapping with the key {shown(odd)}", expected="names")
     return items
+
+
+# --- Secrets ----------------------------------------------------------------------------------------------------------
+
+
+REDACTED = "<redacted>"
+
+_SECRET_NAME = re.compile(
+    r"(?:^|[_\-.])(token|key|keys|apikey|secret|secrets|password|passwd|passphrase|credential|credentials|auth)(?:$|[_\-.])",
+    re.IGNORECASE,
+)
+_URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):([^/\s@]+)(?=@)")
+
+
+def redact(name: str, value: Any) -> Any:
+    """Return `value`, or what may be shown of it.
+
+    A value whose name has a part such as ``token``, ``key`` or ``password`` is replaced unless it is empty or a number
+    or flag; in any other text the password of a URL is. Containers are looked into.
+    """
+    if isinstance(value, dict):
+        return {key: redact(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([redact(name, item) for item in value])
+    if not isinstance(value, str):
+        return value
+    if value and _SECRET_NAME.search(name):
+        return REDACTED
+    return _URL_PASSWORD.sub(rf"\1:{REDACTED}", value)

@@ -1,11 +1,13 @@
-"""For strategies that replace parameters of a model: what users attached to the old ones stays, or is an error."""
+"""What strategies ask of parameters and optimizers: to replace parameters with all that users attached to them."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stratagem.errors import ConfigError
 
@@ -74,3 +76,9 @@ def _flat(args: Any, kwargs: Any) -> Any:
             yield from _flat(each, None)
         else:
             yield each
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` evaluates the model itself (LBFGS): its step cannot be called without a closure."""
+    step = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return step is not None and step.default is inspect.Parameter.empty

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from stratagem.config.settings import RunSettings, option_names
 from stratagem.config.sources import PREFIX, Source
 from stratagem.discovery import registry
-from stratagem.discovery.moved_names import moved_argument
+from stratagem.discovery.catalog import moved_argument
 from stratagem.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from stratagem.api.validators import (
 )
 from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
-from stratagem.discovery.moved_names import moved_argument
+from stratagem.discovery.catalog import moved_argument
 from stratagem.distributed.torchrun_errors import end_with_sentence
 from stratagem.errors import ConfigError, nearest, shown
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from stratagem.api.context import RunContext
-from stratagem.api.optimizers import needs_closure
+from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError, PluginError, nearest, with_article
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from stratagem.api.capabilities import MULTI_PROCESS, Capabilities
 from stratagem.api.kinds import Plugin
 from stratagem.discovery import registry
-from stratagem.discovery.moved_names import table
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, PluginError, nearest
 from stratagem.stack.construction import make
 from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
@@ -262,7 +262,7 @@ def check_hook_arguments(choice: Choice) -> None:
         known = list(inspect.signature(functions[hook]).parameters)
         for name in inspect.signature(getattr(choice.plugin, hook)).parameters:
             if name not in known:
-                moved = table("hooks").get(hook) or table("hook_arguments").get(name)
+                moved = moved_names("hooks").get(hook) or moved_names("hook_arguments").get(name)
                 raise PluginError(
                     f"{choice} takes {name} in {hook}", expected=f"arguments out of ({', '.join(known)})",
                     do=moved or nearest(name, known) or "leave it out",

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from stratagem.discovery import catalog, registry
-from stratagem.discovery.moved_names import table
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import PluginError, nearest
 
 
@@ -59,7 +59,7 @@ def _instead(kind: str, name: str) -> str:
                 if plugin in installed
                 else f"run `pip install {package}`"
             )
-    for other, instead in (*table("plugins").items(), *table("classes").items()):
+    for other, instead in (*moved_names("plugins").items(), *moved_names("classes").items()):
         if _plain(other) == wanted:
             return instead
     for package in packages.values():

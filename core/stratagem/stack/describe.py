@@ -14,15 +14,14 @@ import attrs
 from stratagem.api.capabilities import Capabilities
 from stratagem.api.kinds import Environment, Plugin
 from stratagem.api.options import describe as describe_type
-from stratagem.api.options import option_types, options
-from stratagem.api.redaction import redact
+from stratagem.api.options import option_types, options, redact
 from stratagem.discovery import registry
 from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError, StratagemError, nearest, shown
 from stratagem.stack.construction import make
 from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
+from stratagem.stack.plugin_table import bold, width, wrapped
 from stratagem.stack.plugins import Choice
-from stratagem.stack.terminal_text import bold, width, wrapped
 
 if TYPE_CHECKING:
     from stratagem.config.settings import RunSettings

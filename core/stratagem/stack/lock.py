@@ -1,7 +1,7 @@
 """What a run was resolved to, as plain data: written as ``run.lock``, held against a later run, compared between ranks.
 
 A lock names each plugin with its package, version and entry point, each option with its value and origin, and the
-arguments that were set. Secrets are redacted (`stratagem.api.redaction`).
+arguments that were set. Secrets are redacted (`stratagem.api.options`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from stratagem.api.options import options
+from stratagem.api.options import options, redact
 from stratagem.api.paths import replace_text
-from stratagem.api.redaction import redact
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 

@@ -1,17 +1,23 @@
-"""The table of installed plugins: by kind, each with one sentence from its source, which is not imported."""
+"""The table of installed plugins: by kind, each with one sentence from its source, which is not imported.
+
+Text is wrapped at the width of a terminal, with bold headings; pipes and files get whole lines without colour.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from stratagem.discovery.registry import Entry
-from stratagem.stack.terminal_text import bold, width, wrapped
 
 #: How many modules to follow from the one that an entry point names to the one that defines its class.
 _MAX_HOPS = 4
@@ -121,3 +127,36 @@ def _row(entry: Entry, text: str, name_width: int) -> str:
     if (width() or _ONE_LINE) < _ONE_LINE:
         return f"  {entry.name}\n" + wrapped(text, "      ")
     return wrapped(text, f"  {entry.name:<{name_width}}  ", " " * (name_width + 4))
+
+
+# --- Text for terminals -----------------------------------------------------------------------------------------------
+
+
+#: The narrowest width that text is wrapped at.
+_NARROWEST = 40
+
+
+def width() -> int | None:
+    """Return the columns to wrap at, those of the terminal; None for a pipe or a file."""
+    return max(_NARROWEST, shutil.get_terminal_size().columns) if _is_terminal() else None
+
+
+def bold(text: str) -> str:
+    """Return `text` in bold in a terminal, unless NO_COLOR is set or the terminal is a dumb one."""
+    styled = _is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\x1b[1m{text}\x1b[0m" if styled else text
+
+
+def wrapped(text: str, first: str = "", rest: str | None = None) -> str:
+    """Return `text` after `first`, wrapped where it is too long; the further lines begin with `rest`."""
+    columns = width()
+    if columns is None:
+        return first + text
+    indent = first if rest is None else rest
+    return textwrap.fill(
+        text, columns, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()

@@ -18,8 +18,7 @@ import attrs
 import torch
 from attrs import frozen
 
-from stratagem.api.options import options
-from stratagem.api.redaction import redact
+from stratagem.api.options import options, redact
 from stratagem.errors import shown as in_words
 from stratagem_report.origin import origin, written_files
 

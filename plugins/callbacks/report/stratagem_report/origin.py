@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from stratagem.api.options import redact
 from stratagem.api.paths import as_path, is_remote
-from stratagem.api.redaction import redact
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView

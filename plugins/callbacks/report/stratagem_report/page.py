@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from stratagem.api.redaction import redact
+from stratagem.api.options import redact
 from stratagem_report.charts import Chart, chart, not_finite, quantity
 from stratagem_report.facts import Facts, shown
 from stratagem_report.figures import byte_unit, count, duration, number, rate

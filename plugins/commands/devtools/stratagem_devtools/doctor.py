@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem import __version__
-from stratagem.api.redaction import redact
+from stratagem.api.options import redact
 from stratagem.cli import GROUPS
 from stratagem.discovery import registry
 from stratagem.errors import PluginError

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem.api import Command
-from stratagem.api.redaction import redact
+from stratagem.api.options import redact
 from stratagem.errors import ConfigError, shown
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from stratagem.api.options import convert, option_types
-from stratagem.api.redaction import redact
+from stratagem.api.options import convert, option_types, redact
 from stratagem.config.environment import from_environment
 from stratagem.config.settings import PluginOption, added_arguments, gather, option_names
 from stratagem.discovery import registry

@@ -13,7 +13,7 @@ from stratagem.api.options import convert
 from stratagem.api.paths import as_path
 from stratagem.config.settings import option_names
 from stratagem.config.sources import Source, from_file
-from stratagem.discovery.moved_names import moved_argument
+from stratagem.discovery.catalog import moved_argument
 from stratagem.errors import ConfigError, nearest
 from stratagem_trainer.settings import TrainerSettings
 

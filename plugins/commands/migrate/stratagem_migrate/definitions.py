@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stratagem.discovery.moved_names import table
+from stratagem.discovery.catalog import moved_names
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, constant, last_name, methods
@@ -135,9 +135,9 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
         return
     old = f"def {method.name}({', '.join(given)})"
     known = installed.hooks().get(method.name)
-    if method.name in table("hooks"):
+    if method.name in moved_names("hooks"):
         yield source.finding(
-            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", table("hooks")[method.name]
+            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", moved_names("hooks")[method.name]
         )
     elif known is not None and is_hook_as_it_is(method):
         yield source.finding(method, SAME, old, "")

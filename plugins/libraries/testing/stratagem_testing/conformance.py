@@ -22,8 +22,7 @@ import pytest
 import stratagem as sg
 from stratagem.api.capabilities import Capabilities
 from stratagem.api.kinds import keeps_state
-from stratagem.api.options import convert_options, options
-from stratagem.api.redaction import redact
+from stratagem.api.options import convert_options, options, redact
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.stack.describe import check_class, option_docs

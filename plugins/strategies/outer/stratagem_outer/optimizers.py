@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from stratagem.api.optimizers import needs_closure
+from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError
 from stratagem_outer.messages import is_averaged, local_tensor
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stratagem.api.options import describe as describe_type
-from stratagem.api.options import option_types, options
-from stratagem.api.redaction import redact
+from stratagem.api.options import option_types, options, redact
 from stratagem.config.settings import added_arguments
 from stratagem.config.sources import program
 from stratagem.discovery import registry
 from stratagem.errors import shown
 from stratagem.stack.describe import as_written, default_text, option_docs
+from stratagem.stack.plugin_table import wrapped
 from stratagem.stack.resolver import resolve
-from stratagem.stack.terminal_text import wrapped
 
 if TYPE_CHECKING:
     from stratagem_trainer.settings import TrainerSettings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.api.late_flag import LateFlag
-from stratagem.api.optimizers import needs_closure
+from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError, shown
 from stratagem_trainer import fit_state
 from stratagem_trainer.batches import ResumableBatches

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import libcst as cst
 
-from stratagem.discovery.moved_names import table
+from stratagem.discovery.catalog import moved_names
 from stratagem_migrate import installed
 from stratagem_migrate.definitions import is_hook_as_it_is
 from stratagem_migrate.rewriting.edits import Edits, Renamer, expression, with_statements_first
@@ -93,7 +93,7 @@ def rewrite_callbacks(edits: Edits, names: Namespace) -> None:
 
 def _is_plain_hook(source: Source, method: _Function) -> bool:
     plain = not method.decorator_list or decorator_of(source, method) is not None
-    known = method.name in installed.hooks() and method.name not in table("hooks")
+    known = method.name in installed.hooks() and method.name not in moved_names("hooks")
     return known and plain and isinstance(method, ast.FunctionDef)
 
 
