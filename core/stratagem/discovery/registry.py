@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     value: str
     distribution: str
     version: str
-    #: The requirements of the distribution on the core, such as ``stratagem>=0.1``, as written in its metadata.
+    #: The requirements of the distribution on the core, such as ``stratagem-core>=0.1``, as written in its metadata.
     core_requirements: tuple[str, ...] = ()
 
     @property
@@ -99,7 +99,7 @@ def _kinds(allow: str, deny: str) -> dict[str, Kind]:
 
 
 #: The distribution of the engine's own kinds.
-_ENGINE = "stratagem"
+_ENGINE = "stratagem-core"
 #: Arguments that do not choose plugins of a kind.
 _RESERVED: set[str] = set()
 
@@ -268,8 +268,9 @@ def _headers(distribution: Distribution) -> tuple[str, str, list[str]]:
 _HEADER = re.compile(r"^(Name|Version|Requires-Dist):(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
-#: Matches a requirement on the core. It is parsed when the plugin is loaded, so that listing imports no parser.
-_NAMES_CORE = re.compile(r"stratagem(?![-.\w])", re.IGNORECASE)
+#: Matches a requirement on the core, or on `stratagem`, which has the core's version. It is parsed when the plugin is
+#: loaded, so that listing imports no parser.
+_NAMES_CORE = re.compile(r"stratagem([-_.]core)?(?![-.\w])", re.IGNORECASE)
 
 
 @cache
@@ -335,7 +336,7 @@ def check_core_version(entry: Entry) -> None:
         except ValueError:
             raise PluginError(
                 f"{entry.kind} {entry.name!r} of {entry.distribution} {entry.version} needs {requirement!r}",
-                expected="a requirement such as 'stratagem>=0.1'", do=do,
+                expected="a requirement such as 'stratagem-core>=0.1'", do=do,
             ) from None  # fmt: skip
         if unmet:
             raise PluginError(
