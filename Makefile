@@ -29,7 +29,7 @@ DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocs
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: weight demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release changelog clean
+.PHONY: weight demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release version changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -119,6 +119,10 @@ types: $(STAMP)-dev
 # Every distribution as sdist and wheel in dist/, each checked in a clean environment.
 release: $(STAMP)
 	$(BIN)/python scripts/release.py --torch "$(TORCH)" $(ARGUMENTS)
+
+# Writes VERSION into every distribution, and what they require of each other.
+version: $(STAMP)
+	$(BIN)/python scripts/version.py "$(VERSION)"
 
 # Moves docs/changes into CHANGELOG.md, as those of VERSION.
 changelog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -63,6 +64,7 @@ class Package:
 
     folder: Path
     name: str
+    version: str
     requires: dict[str, Requirement]
     extras: dict[str, dict[str, Requirement]]
 
@@ -81,6 +83,7 @@ def read(path: Path) -> Package:
     return Package(
         path.parent,
         project["name"],
+        project["version"],
         requirements(project["dependencies"]),
         {extra: requirements(lines) for extra, lines in project.get("optional-dependencies", {}).items()},
     )
@@ -273,6 +276,26 @@ def test_every_distribution_fits_this_version_of_the_others():
     }
 
     assert wrong == set()
+    assert {package.version for package in [*PACKAGES.values(), EVERYTHING]} == {version}
+
+
+@pytest.mark.slow
+def test_make_version_writes_every_version(tmp_path):
+    listing = ["git", "ls-files", "*.toml", "*.toml.txt", "docs/*.md", "scripts/*.py", "*/_version.py", "*/scaffold.py"]
+    files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for command in (["git", "init", "-q"], ["git", "add", "."], [sys.executable, "scripts/version.py", "1.4.2"]):
+        subprocess.run(command, cwd=tmp_path, check=True)
+
+    written = {name: (tmp_path / name).read_text() for name in files if not name.startswith("docs/changes/")}
+    assert [name for name, text in written.items() if re.search(r"stratagem\S*>=0\.", text)] == []
+    assert {
+        read(tmp_path / name).version for name in files if re.match(r"(core/|plugins/.*)?pyproject.toml$", name)
+    } == {"1.4.2"}
+    assert '__version__: Final = "1.4.2"' in written["core/stratagem/_version.py"]
+    assert "torch>=2.11,<2.14" in written["core/pyproject.toml"]
 
 
 def test_torch_is_declared_with_the_range_that_is_tested():
