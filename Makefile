@@ -29,7 +29,7 @@ DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocs
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: weight demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release changelog clean
+.PHONY: weight demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release version changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -120,6 +120,10 @@ types: $(STAMP)-dev
 release: $(STAMP)
 	$(BIN)/python scripts/release.py --torch "$(TORCH)" $(ARGUMENTS)
 
+# Writes VERSION into every distribution, and what they require of each other.
+version: $(STAMP)
+	$(BIN)/python scripts/version.py "$(VERSION)"
+
 # Moves docs/changes into CHANGELOG.md, as those of VERSION.
 changelog:
 	$(PYTHON) scripts/changelog.py "$(VERSION)"
@@ -130,8 +134,8 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): $(VENV)/bin/python pyproject.toml plugins/all.txt $(wildcard plugins/*/*/pyproject.toml)
-	$(PIP) "hatchling>=1.26" editables "flit_core>=3.11" uv
+$(STAMP): $(VENV)/bin/python pyproject.toml core/pyproject.toml plugins/all.txt $(wildcard plugins/*/pyproject.toml plugins/*/*/pyproject.toml)
+	$(PIP) "hatchling>=1.26" "flit_core>=3.11" uv
 	$(PIP) "$(TORCH)" numpy
 	$(call INSTALL,--no-build-isolation -r plugins/all.txt)
 	touch $@

@@ -68,7 +68,7 @@ def fake_packages(folder: Path, number: int) -> None:
             "Metadata-Version: 2.1",
             f"Name: stratagem-fake{index}",
             "Version: 1.0",
-            "Requires-Dist: stratagem>=0.1",
+            "Requires-Dist: stratagem-core>=0.1",
         ]
         (metadata / "METADATA").write_text("\n".join(lines) + "\n")
         (metadata / "entry_points.txt").write_text(f"[stratagem.callback]\nfake{index} = stratagem_fake{index}:Fake\n")

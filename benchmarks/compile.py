@@ -28,7 +28,7 @@ from stratagem_testing import run_in_processes
 try:
     from stratagem_demo import gpt
 except ImportError:  # the package of the demo
-    raise SystemExit("pip install stratagem-demo") from None
+    raise SystemExit("pip install stratagem-tools") from None
 
 VOCABULARY = "".join(map(chr, range(32, 128)))
 STRATEGIES = {"one process": ("single_device", 1), "ddp, 2 processes": ("ddp", 2), "fsdp, 2 processes": ("fsdp", 2)}

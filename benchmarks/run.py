@@ -27,7 +27,7 @@ from attrs import field, frozen
 HERE = Path(__file__).parent
 
 #: Packages whose versions are recorded, where they are installed.
-_PACKAGES = ("torch", "stratagem", "pluggy", "deepspeed", "lightning", "accelerate", "safetensors", "fairscale")
+_PACKAGES = ("torch", "stratagem-core", "pluggy", "deepspeed", "lightning", "accelerate", "safetensors", "fairscale")
 
 
 class BenchmarkError(Exception):

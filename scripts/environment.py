@@ -38,17 +38,14 @@ class Project:
 
     def source_files(self) -> set[str]:
         """Return the files that the wheel must have, as they are named in it."""
-        base = self.folder / "core" if self.folder == ROOT else self.folder
-        listed = subprocess.run(["git", "ls-files"], cwd=base, capture_output=True, text=True, check=True).stdout.split(
-            "\n"
-        )
-        return {name for name in listed if name.startswith("stratagem")}
+        listed = call("git", "ls-files", cwd=self.folder)
+        return {name for name in listed.splitlines() if name.startswith("stratagem")}
 
 
 def projects() -> list[Project]:
     """Return what is released; contrib/template is what `stratagem plugins new` writes, and no package of ours."""
     found = []
-    for pattern in ("pyproject.toml", "plugins/*/*/pyproject.toml", "contrib/*/pyproject.toml"):
+    for pattern in ("pyproject.toml", "core/pyproject.toml", "plugins/**/pyproject.toml", "contrib/*/pyproject.toml"):
         for path in sorted(ROOT.glob(pattern)):
             if path.parent.name != "template":
                 project = tomllib.loads(path.read_text())["project"]

@@ -3,10 +3,10 @@
     python scripts/release.py [--torch "torch==2.13.*"] [--jobs 2] [--world-sizes 2 | --without-kit] [NAME ...]
 
 1. An sdist of each distribution, and a wheel from that sdist, which must have every file of the sources.
-2. `stratagem[standard]` from wheels: its commands, and a fit in two processes. Then `stratagem[all]` and contrib/.
+2. `stratagem` from wheels: its commands, and a fit in two processes. Then `stratagem[all]` and contrib/.
 3. Each distribution (or NAME alone) in an environment of its own, with what it declares and nothing else: every module
-   is imported, every entry point loaded. Then the kit is installed, and checks the first plugin of each kind; a package
-   of contrib/ runs its own tests instead.
+   is imported, every entry point loaded. Then the kit is installed, and checks the first plugin of each kind in
+   each Python package; a distribution of contrib/ runs its own tests instead.
 
 uv makes an environment in a second: its files, torch's included, are hard links to uv's cache. uv also looks for wheels
 where PIP_FIND_LINKS points to, at a torch without CUDA, for instance.
@@ -33,10 +33,8 @@ from environment import DIST, ROOT, Environment, Project, projects, uv
 CHECK, FIT = (Path(__file__).with_name(name) for name in ("check_installed.py", "two_processes.py"))
 #: Below the repository, where uv's cache is more often on the same disk than /tmp is.
 SCRATCH = ROOT / "build"
-#: Checks of the kit that a distribution may fail; its own tests say why.
-EXEMPT = {"stratagem-report": "test_its_state_can_be_saved"}  # its state is time, which goes on
-#: Distributions whose plugins need an option, or layers that the kit's models do not have.
-WITHOUT_KIT = {"stratagem-transforms"}
+#: Extras that plugins need for the checks of the kit.
+EXTRAS = {"stratagem-callbacks": "tensorboard"}
 
 
 def build() -> None:
@@ -65,14 +63,14 @@ def _with_license(folder: Path) -> Iterator[None]:
 
 
 def check_together(folder: Path, torch: str) -> str:
-    """Check the extras: standard, then all beside the packages of contrib/."""
+    """Check `stratagem`, then its extra all beside the packages of contrib/."""
     environment = Environment.make(folder, torch)
-    environment.install("stratagem[standard]")
+    environment.install("stratagem")
     environment.stratagem("--version")
     environment.run(FIT)
     listed = environment.stratagem("plugins", "list")
     if "deepspeed" in listed:
-        raise SystemExit("stratagem[standard] installs DeepSpeed; expected no heavy engine")
+        raise SystemExit("stratagem installs DeepSpeed; expected no heavy engine")
     environment.install("setuptools", "wheel", "psutil", "packaging", "py-cpuinfo")  # DeepSpeed's build imports torch
     environment.install(
         "--no-build-isolation-package", "deepspeed", "stratagem[all]",
@@ -80,7 +78,7 @@ def check_together(folder: Path, torch: str) -> str:
     )  # fmt: skip
     for command in (["--help"], ["plugins", "list"], ["plugins", "check"], ["doctor"]):
         environment.stratagem(*command)
-    environment.run(CHECK, *(each.name for each in projects()))
+    environment.run(CHECK, *(each.name for each in projects() if each.source_files()))
     environment.run(FIT)
     return f"{len(projects())} distributions: commands, imports, a fit in two processes"
 
@@ -93,15 +91,12 @@ def check_alone(project: Project, folder: Path, core: Environment, world_sizes: 
         environment.install("setuptools", "wheel", "psutil", "packaging", "py-cpuinfo")
     environment.install(*engine, project.name)
     alone = environment.run(CHECK, project.name).strip().rpartition(",")[0]
-    if not world_sizes or project.name in WITHOUT_KIT:
+    if not world_sizes:
         return alone
-    environment.install(
-        *engine, f"{project.name}[test]" if project.is_third_party else project.name, "stratagem-testing"
-    )
+    extra = "test" if project.is_third_party else EXTRAS.get(project.name, "")
+    environment.install(*engine, f"{project.name}[{extra}]", "stratagem-testing")
     if not project.is_third_party:
-        return environment.run(
-            CHECK, project.name, "--kit", *world_sizes, "--except", EXEMPT.get(project.name, "")
-        ).strip()
+        return environment.run(CHECK, project.name, "--kit", *world_sizes).strip()
     for path in project.folder.glob("test_*.py"):
         shutil.copy(path, folder)
     return (
@@ -129,12 +124,12 @@ def main() -> int:
     SCRATCH.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="release-", dir=SCRATCH) as scratch:
         core = Environment.make(Path(scratch) / "core", arguments.torch)
-        core.install("--compile-bytecode", "stratagem")  # torch is compiled once, not in each environment
+        core.install("--compile-bytecode", "stratagem-core")  # torch is compiled once, not in each environment
         checks: dict[str, Callable[[Path], str]] = {}
         if not arguments.names:
             checks["together"] = lambda folder: check_together(folder, arguments.torch)
         for project in projects():
-            if project.name in (arguments.names or [project.name]):
+            if project.source_files() and project.name in (arguments.names or [project.name]):
                 checks[project.name] = partial(check_alone, project, core=core, world_sizes=world_sizes)
         with ThreadPoolExecutor(arguments.jobs) as pool:
             failed = sum(pool.map(lambda name: report(name, checks[name], Path(scratch) / name), checks))

@@ -252,15 +252,15 @@ def _relative(path: Path) -> str:
 
 def _module(path: Path) -> str:
     """Return the dotted name of a source, which has its distribution's folder before it."""
-    depth = 1 if path.is_relative_to(ROOT / "core") else 3
-    parts = path.relative_to(ROOT).with_suffix("").parts[depth:]
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1 if parts[0] == "core" else 3 if parts[1] == "checkpoints" else 2 :]
     return ".".join(part for part in parts if part != "__init__")
 
 
 @cache
 def _modules() -> dict[Path, str]:
     """Return the sources of the core and of plugins, with their dotted names."""
-    sources = (*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/*/**/*.py"))
+    sources = (*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/**/*.py"))
     return {path: _module(path) for path in sources}
 
 

@@ -199,7 +199,7 @@ def _list(arguments: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     if not entries:
-        print("no plugins are installed; `pip install stratagem-ddp stratagem-precision ...` adds some")
+        print("no plugins are installed; `pip install stratagem-basics stratagem-ddp ...` adds some")
         return 0
     from stratagem.stack.plugin_table import plugin_table
 

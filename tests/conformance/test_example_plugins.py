@@ -25,7 +25,7 @@ PAGES = {
 
 @pytest.mark.when_changed(
     "examples/plugins/",
-    "plugins/libraries/testing/",
+    "plugins/testing/",
     guard="tests/conformance/test_scaffolds.py::test_the_tests_of_a_new_plugin_pass_untouched",
 )
 @pytest.mark.slow

@@ -18,13 +18,13 @@ class TestTensor(StrategyConformance):
     plugin = "tensor_parallel"
 
 
-@pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
 class TestPipeline(StrategyConformance):
     plugin = "pipeline_parallel"
     world_sizes = (2,)
 
 
-@pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
 class TestContext(StrategyConformance):
     plugin = "context_parallel"
     world_sizes = (2,)
@@ -64,7 +64,7 @@ class TestShards(StrategyConformance):
     world_sizes = (2, 3)
 
 
-@pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
 class TestExperts(WithExperts):
     plugin = "expert_parallel"
     world_sizes = (2,)

@@ -92,7 +92,7 @@ class TestDeepSpeedStage2(StrategyConformance):
     world_sizes = (2,)
 
 
-@pytest.mark.when_changed("plugins/strategies/deepspeed/", guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.when_changed("plugins/deepspeed/", guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDeepSpeedStage3(StrategyConformance):
     plugin = "deepspeed_stage_3"
     world_sizes = (2,)
@@ -130,7 +130,7 @@ def _as_the_only_one_of_a_node(rank, world_size, function, *arguments):
     return function(rank, world_size, *arguments)
 
 
-@pytest.mark.when_changed("plugins/strategies/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
+@pytest.mark.when_changed("plugins/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDDP2(StrategyConformance):
     """Each process is a node of its own, with two devices."""
 

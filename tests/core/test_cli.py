@@ -263,10 +263,10 @@ def test_a_command_of_two_packages_is_named_with_both(install, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["doctor"], "command 'doctor' is not installed; run `pip install stratagem-devtools`."),
+        (["doctor"], "command 'doctor' is not installed; run `pip install stratagem-tools`."),
         (
             ["plugins", "new", "strategy", "mine"],
-            "command 'plugins new' is not installed; run `pip install stratagem-dev",
+            "command 'plugins new' is not installed; run `pip install stratagem-tools",
         ),
         (["docter"], "did you mean 'doctor'"),
         (["plugins", "lst"], "command 'plugins lst' is unknown; expected list, show; did you mean 'list'"),

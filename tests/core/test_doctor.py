@@ -69,7 +69,7 @@ def test_a_healthy_machine(of_the_program):
     assert report["devices"]["cpu"] >= 1
     assert report["backends"]["gloo"] is True
     assert report["torch"]["version"].startswith("2.")
-    assert row(report, "stratagem-precision")["plugins"]["precision"] >= 6
+    assert row(report, "stratagem-basics")["plugins"]["precision"] >= 6
 
 
 @ONE_PROGRAM

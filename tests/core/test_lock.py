@@ -154,7 +154,7 @@ def test_another_version_of_a_package_is_drift(tmp_path):
     written["plugins"][0]["version"] = "0.0.9"
     (tmp_path / "old.lock").write_text(json.dumps(written))
 
-    with pytest.raises(ConfigError, match=r"stratagem-single-device 0.1.0 .* in this run and .* 0.0.9 .*in the lock"):
+    with pytest.raises(ConfigError, match=r"stratagem-basics 0.1.0 .* in this run and .* 0.0.9 .*in the lock"):
         sg.Trainer(max_epochs=1, lock=tmp_path / "old.lock", **QUIET)
 
 
@@ -319,6 +319,6 @@ def test_callbacks_of_every_run_are_recorded_and_compared_between_ranks_alone(tm
     here = lock.facts(other.stack, other.settings)
     monkeypatch.delenv("STRATAGEM_DISABLE_PLUGINS")
     run = sg.Trainer(max_epochs=1, **QUIET).run
-    assert "callback peer_diagnosis is 'peer_diagnosis of stratagem-peer-diagnosis" in lock.differences(
+    assert "callback peer_diagnosis is 'peer_diagnosis of stratagem-callbacks" in lock.differences(
         lock.facts(run.stack, run.settings), here, "on rank 1", "on rank 0"
     )

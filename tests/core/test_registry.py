@@ -124,9 +124,9 @@ def test_a_known_but_absent_plugin_names_its_package(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "name", "package"),
     [
-        ({"sync_batchnorm": True}, "sync_batchnorm", "stratagem-transforms"),
-        ({"activation_checkpointing": "Block"}, "activation_checkpointing", "stratagem-transforms"),
-        ({}, "deferred_init", "stratagem-deferred-init"),
+        ({"sync_batchnorm": True}, "sync_batchnorm", "stratagem-libraries"),
+        ({"activation_checkpointing": "Block"}, "activation_checkpointing", "stratagem-libraries"),
+        ({}, "deferred_init", "stratagem-libraries"),
     ],
     ids=["sync_batchnorm", "activation_checkpointing", "init_module"],
 )
@@ -143,8 +143,9 @@ def test_an_argument_whose_plugin_is_absent_names_the_package(request, monkeypat
         pass
 
 
-def test_a_package_for_another_core_is_refused(install):
-    install("acme-new", {"stratagem.strategy": {"new": "Mine"}}, STRATEGY, requires=["stratagem>=99"])
+@pytest.mark.parametrize("name", ["stratagem-core", "stratagem_core", "stratagem"])
+def test_a_package_for_another_core_is_refused(install, name):
+    install("acme-new", {"stratagem.strategy": {"new": "Mine"}}, STRATEGY, requires=[f"{name}>=99"])
 
     with pytest.raises(PluginError, match=r"acme-new 1.0 needs stratagem >=99 and this is"):
         sg.Trainer(strategy="new", **QUIET)
@@ -164,7 +165,7 @@ def test_version_clauses(version, clause, fits):
 
 @pytest.mark.parametrize("marker", ['python_version < "3"', 'extra == "next"'])
 def test_a_requirement_counts_where_its_marker_applies(install, marker):
-    requires = [f"stratagem>=99; {marker}", "stratagem[cli]>=0.1"]
+    requires = [f"stratagem>=99; {marker}", "stratagem-core[cli]>=0.1"]
     install("acme-marked", {"stratagem.strategy": {"marked": "Mine"}}, STRATEGY, requires=requires)
 
     assert sg.Trainer(strategy="marked", **QUIET).strategy.level == 1

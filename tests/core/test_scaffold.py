@@ -156,8 +156,8 @@ def test_contrib_has_what_is_written():
 
 
 def test_templates_are_in_the_wheel(tmp_path):
-    package = ROOT / "plugins/commands/devtools"
-    build = f"from flit_core import buildapi; buildapi.build_wheel({str(tmp_path)!r})"
+    package = ROOT / "plugins/tools"
+    build = f"from hatchling import build; build.build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=package, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())

@@ -75,7 +75,7 @@ def copy_sources(folder: Path) -> None:
 
 def build(folder: Path) -> None:
     """Write wheels of stratagem and all its plugins into `folder`."""
-    projects = [ROOT, *(path.parent for path in sorted(ROOT.glob("plugins/*/*/pyproject.toml")))]
+    projects = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("plugins/**/pyproject.toml")))]
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *projects)
 
 
@@ -83,11 +83,11 @@ def packages(python: str) -> dict[str, str]:
     """Return what the packages and their tests need under that version of Python: names and installed versions."""
     environment = default_environment() | {"python_version": python, "python_full_version": f"{python}.0"}
     ours = [
-        str(name) for each in importlib.metadata.distributions() if (name := each.metadata["Name"]).startswith("stratagem")
+        str(name) for each in importlib.metadata.distributions() if (name := each.metadata["Name"]).startswith("stratagem-")
     ]  # fmt: skip
     needed: dict[str, str] = {}
     nothing: frozenset[str] = frozenset()
-    waiting = [("stratagem", frozenset({"cli"})), *((name, nothing) for name in (*ours, *TOOLS))]
+    waiting = [("stratagem-core", frozenset({"cli"})), *((name, nothing) for name in (*ours, *TOOLS))]
     seen = set()
     while waiting:
         name, extras = waiting.pop()

@@ -82,7 +82,7 @@ def test_every_stage_trains_as_one_process_and_as_ddp(strategy):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def _in_16_bits(rank, world_size, strategy, precision, make=AdamW):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_sixteen_bits_stay_close(strategy, precision):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def _sometimes(rank, world_size, strategy, accumulate):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def _weights(make, strategy, world_size, arguments):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_activations.py::test_what_cannot_work_or_has_no_effect_is_an_error",
 )
 @pytest.mark.slow

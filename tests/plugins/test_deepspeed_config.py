@@ -601,7 +601,7 @@ def moved_differently(weights, before, reference):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [{"torch_adam": True}, pytest.param({}, marks=pytest.mark.when_changed("plugins/strategies/deepspeed/"))],
+    [{"torch_adam": True}, pytest.param({}, marks=pytest.mark.when_changed("plugins/deepspeed/"))],
     ids=["Adam of torch", "Adam that is compiled"],
 )
 def test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler(more):

@@ -88,7 +88,7 @@ class Frozen(Net):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_habits.py::test_a_checkpoint_that_is_whole_is_converted_too",
 )
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def _written(rank, world_size, write, make_strategy):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def write_data(module, rank):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def _clipped(rank, world_size, stage, callback, make=Net):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_gradients_changed_at_parameters_are_refused(stage, callback, make):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow

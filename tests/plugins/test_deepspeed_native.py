@@ -154,7 +154,7 @@ def test_a_new_process_continues_to_the_bit(written, stage):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def _evaluate(rank, world_size, path, stage):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def _keep_best(rank, world_size, folder):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def foreign(tmp_path_factory):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -413,7 +413,7 @@ def _resume_each(rank, world_size, paths):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -525,7 +525,7 @@ def test_reading_all_of_it_asks_for_trust(written, foreign, tmp_path, capsys):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow

@@ -330,7 +330,7 @@ def test_a_folder_that_cannot_hold_files_is_refused(folder):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_nvme.py::test_buffers_that_could_not_work_are_refused_before_training",
 )
 @pytest.mark.slow

@@ -144,7 +144,7 @@ HEARD = [
     pytest.param(heard_of_ranks, id="ranks"),
     pytest.param(heard_of, id="new program", marks=pytest.mark.sweep),
 ]
-WHERE_IT_CHANGED = pytest.mark.when_changed("plugins/strategies/deepspeed/")
+WHERE_IT_CHANGED = pytest.mark.when_changed("plugins/deepspeed/")
 
 
 def unlaunched():
@@ -345,7 +345,7 @@ def _of_the_users(rank, world_size):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
@@ -463,7 +463,7 @@ read line < {folder}/never
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_start.py::test_two_ranks_that_want_an_op_at_once_build_it_once",
 )
 @pytest.mark.slow
@@ -571,7 +571,7 @@ def test_a_rank_without_a_compiler_makes_all_say_how_to_do_without(tmp_path):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_start.py::test_a_rank_without_a_compiler_makes_all_say_how_to_do_without",
 )
 @pytest.mark.slow
@@ -635,7 +635,7 @@ def updated_by_torch():
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_start.py::test_a_rank_without_a_compiler_makes_all_say_how_to_do_without",
 )
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def _goes_another_way(rank, world_size, way, gathers):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_trace.py::test_a_forward_on_one_rank_alone_is_named",
 )
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def _together(rank, world_size, gathers):
 
 
 @pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
+    "plugins/deepspeed/",
     guard="tests/plugins/test_deepspeed_trace.py::test_a_forward_on_one_rank_alone_is_named",
 )
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_every_run_has_it_and_no_list_of_callbacks_shows_it():
     "choose",
     [
         {"callbacks": "peer_diagnosis"},
-        {"callbacks": {"name": "Stratagem-Peer-Diagnosis:peer_diagnosis"}},
+        {"callbacks": {"name": "Stratagem-Callbacks:peer_diagnosis"}},
         {"plugins": [PeerDiagnosis()]},
     ],
 )
@@ -43,9 +43,7 @@ def test_a_listed_one_takes_the_place_of_that_one(choose):
 
 def test_a_broken_package_is_left_out_with_a_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "stratagem_peer_diagnosis", None)
-    with pytest.warns(
-        UserWarning, match="without it: callback 'peer_diagnosis' of stratagem-peer-diagnosis 0.1.0 cannot"
-    ):
+    with pytest.warns(UserWarning, match="without it: callback 'peer_diagnosis' of stratagem-callbacks 0.1.0 cannot"):
         run = sg.Run(accelerator="cpu")
 
     assert run.stack.automatic == []
@@ -63,7 +61,7 @@ def _fail_on_rank_1(rank, world_size):
 
 @pytest.mark.slow
 def test_without_it_errors_are_raised_as_they_are(monkeypatch):
-    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "stratagem-peer-diagnosis")
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "peer_diagnosis")
     (kind, _, is_echoed), theirs = run_in_processes(_fail_on_rank_1, 2, limit_s=180)
 
     assert theirs == ("ValueError", "no such file", False)

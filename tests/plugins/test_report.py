@@ -106,7 +106,7 @@ def test_values_come_with_their_origins_and_plugins_with_their_versions(tmp_path
 
     assert re.search(r"accumulate_grad_batches 2 code", text)
     assert re.search(r"gradient_clip_val 0.5 environment", text)
-    assert re.search(r"single_device.*stratagem-single-device 0.1.0", text)
+    assert re.search(r"single_device.*stratagem-basics 0.1.0", text)
 
 
 def test_files_are_linked_relative_to_the_page(tmp_path):

@@ -25,7 +25,7 @@ PYPROJECT = """
     version = "1.2"
     description = "Averages gradients one by one."
     requires-python = ">=3.11"
-    dependencies = ["stratagem>=0.1"]
+    dependencies = ["stratagem-core>=0.1"]
 
     [project.entry-points."stratagem.strategy"]
     averaging = "acme_averaging:Averaging"

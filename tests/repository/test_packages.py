@@ -1,9 +1,10 @@
-"""Every distribution declares what its modules import, and nothing else; the extras of the core name all of them."""
+"""Every distribution declares what its modules import, and nothing else; `stratagem` requires all of them."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from attrs import frozen
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -23,26 +25,22 @@ ROOT = Path(__file__).parents[2]
 
 #: Declared without an import of our own: distribution, and what it needs these for.
 USED_BY_OTHERS = {
-    "stratagem": {"numpy"},  # torch.distributed sends objects through it, and torch does not require it
+    "stratagem-core": {"numpy"},  # torch.distributed sends objects through it, and torch does not require it
     "stratagem-mlflow": {"sqlalchemy", "alembic"},  # the local store of MLflow
-    "stratagem-fsdp": {"stratagem-deferred-init"},  # what builds models without values, and initializes them
-    "stratagem-deepspeed": {"stratagem-deferred-init"},
-    "stratagem-parallel": {"stratagem-deferred-init"},
     "stratagem-testing": {  # what the kit compares a plugin with, and runs it beside
-        "stratagem-accelerators", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
-        "stratagem-environments-local", "stratagem-launchers-local", "stratagem-peer-diagnosis", "stratagem-precision",
-        "stratagem-single-device",
+        "stratagem-basics", "stratagem-callbacks", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
     },
 }  # fmt: skip
 #: Imported within a function that says what to install: distribution, extra, and what the extra adds.
 OPTIONAL = {
     ("stratagem-transformer-engine", "engine", "transformer-engine"),
-    ("stratagem", "cli", "pyyaml"),
-    ("stratagem", "remote", "universal-pathlib"),
-    ("stratagem-callbacks", "tqdm", "tqdm"),
+    ("stratagem-basics", "mpi", "mpi4py"),
     ("stratagem-callbacks", "plots", "matplotlib"),
-    ("stratagem-devtools", "kit", "stratagem-testing"),
-    ("stratagem-environments-schedulers", "mpi", "mpi4py"),
+    ("stratagem-callbacks", "tensorboard", "tensorboard"),
+    ("stratagem-callbacks", "tqdm", "tqdm"),
+    ("stratagem-core", "cli", "pyyaml"),
+    ("stratagem-core", "remote", "universal-pathlib"),
+    ("stratagem-tools", "kit", "stratagem-testing"),
 }
 #: Of no use without a library that pip does not install: in no set.
 OF_ANOTHER_LIBRARY = {"mpi4py", "transformer-engine"}
@@ -55,7 +53,7 @@ INSTALLED_APART = {
 #: Packages of contrib/ whose engine needs one version of torch.
 OWN_TORCH = ("xla",)
 #: Extras that users and tests install, which no module asks for.
-SETS = {"standard", "all", "test"}
+SETS = {"all", "test"}
 #: Engines that take long to install, or compile their operations: in `stratagem[all]` alone.
 HEAVY = {"stratagem-deepspeed"}
 
@@ -66,23 +64,26 @@ class Package:
 
     folder: Path
     name: str
-    module: str
+    version: str
     requires: dict[str, Requirement]
     extras: dict[str, dict[str, Requirement]]
 
     @property
+    def modules(self) -> dict[str, Path]:
+        """Its Python packages by name; `stratagem` itself has none."""
+        return {path.stem: path for path in self.folder.glob("stratagem*")}
+
+    @property
     def sources(self) -> list[Path]:
-        package = self.folder / ("core" if self.folder == ROOT else "") / self.module
-        return sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
+        return [path for place in self.modules.values() for path in sorted(place.rglob("*.py")) or [place]]
 
 
 def read(path: Path) -> Package:
-    settings = tomllib.loads(path.read_text())
-    project = settings["project"]
+    project = tomllib.loads(path.read_text())["project"]
     return Package(
         path.parent,
         project["name"],
-        settings["tool"]["flit"]["module"]["name"] if "flit" in settings["tool"] else "stratagem",
+        project["version"],
         requirements(project["dependencies"]),
         {extra: requirements(lines) for extra, lines in project.get("optional-dependencies", {}).items()},
     )
@@ -95,13 +96,15 @@ def requirements(lines: list[str]) -> dict[str, Requirement]:
 PACKAGES = {
     package.name: package
     for pattern in (
-        "pyproject.toml",
-        "plugins/*/*/pyproject.toml",
+        "core/pyproject.toml",
+        "plugins/**/pyproject.toml",
         "contrib/*/pyproject.toml",
         "examples/*/*/pyproject.toml",
     )
     for package in map(read, sorted(ROOT.glob(pattern)))
 }
+#: The distribution without code.
+EVERYTHING = read(ROOT / "pyproject.toml")
 #: Names of `stratagem` as modules write them, and the module of another distribution that has each.
 NAMES_ELSEWHERE = {
     f"{prefix}.{name}": module.partition(".")[0]
@@ -109,8 +112,8 @@ NAMES_ELSEWHERE = {
     if not module.startswith("stratagem.")
     for prefix in ("sg", "stratagem")
 }
-#: The module of each of our distributions, installed or not.
-OURS = {package.module: package.name for package in PACKAGES.values()}
+#: The Python packages of our distributions, installed or not.
+OURS = {module: package.name for package in PACKAGES.values() for module in package.modules}
 
 
 # --- Imports -----------------------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ def imported(package: Package) -> tuple[set[str], set[str]]:
     for path in package.sources:
         collect(ast.parse(path.read_text()), found, in_functions)
     at_once, later = (
-        {provider(module, package) for module in modules - sys.stdlib_module_names - {package.module}}
+        {provider(module, package) for module in modules - sys.stdlib_module_names - package.modules.keys()}
         for modules in (found, in_functions)
     )
     return at_once, later - at_once
@@ -198,45 +201,61 @@ def test_imports_for_type_checkers_and_within_functions_are_told_apart():
     assert in_functions == {"l"}
 
 
-# --- Extras that install many ------------------------------------------------------------------------------------
+# --- The distribution that installs all --------------------------------------------------------------------------
 
 
-def test_standard_has_every_plugin_but_heavy_engines_and_all_has_every_one():
+def test_stratagem_requires_the_core_and_every_plugin_and_its_extra_all_has_heavy_engines():
     lines = (ROOT / "plugins" / "all.txt").read_text().splitlines()
-    folders = {ROOT / line.removeprefix("-e ") for line in lines if line.startswith("-e plugins/")}
-    plugins = {package.name for package in PACKAGES.values() if package.folder in folders}
-    extras = PACKAGES["stratagem"].extras
+    folders = {ROOT / line.removeprefix("-e ") for line in lines if line.startswith("-e ")}
+    listed = {package.name for package in PACKAGES.values() if package.folder in folders}
 
-    assert extras["standard"].keys() == plugins - HEAVY | {"stratagem"}
-    assert extras["all"].keys() == HEAVY | {"stratagem"}
-    assert extras["all"]["stratagem"].extras == {"standard"}
+    assert "." in lines
+    assert EVERYTHING.requires.keys() == listed - HEAVY
+    assert "stratagem-core" in listed
+    assert {extra: lines.keys() for extra, lines in EVERYTHING.extras.items()} == {"all": HEAVY}
 
 
-def test_standard_has_every_option_of_its_packages():
+def test_stratagem_has_every_option_of_what_it_requires():
     """Of the core's extras and the plugins' own; the kit stands in the list itself."""
     declared = {(name, extra) for name, extra, needed in OPTIONAL if needed not in {*PACKAGES, *OF_ANOTHER_LIBRARY}}
-    standard = PACKAGES["stratagem"].extras["standard"]
 
-    assert declared == {(name, extra) for name, requirement in standard.items() for extra in requirement.extras}
+    assert declared == {(name, extra) for name, needed in EVERYTHING.requires.items() for extra in needed.extras}
 
 
 # --- What is built -----------------------------------------------------------------------------------------------
 
 
-def test_a_wheel_made_from_the_cores_sdist_has_every_file(tmp_path):
-    run_hook("build_sdist", ROOT, tmp_path)
+@pytest.mark.parametrize(
+    "folder", ["core", "plugins/basics", "plugins/callbacks", "plugins/libraries", "plugins/tools"]
+)
+def test_a_wheel_made_from_an_sdist_has_every_file(tmp_path, folder):
+    run_hook("build_sdist", ROOT / folder, tmp_path)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as sdist:
         sdist.extractall(tmp_path, filter="data")
     run_hook("build_wheel", archive.with_suffix("").with_suffix(""), tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT / "core", capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT / folder, capture_output=True, text=True, check=True).stdout
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
-    assert set(listing.split()) - set(zipfile.ZipFile(wheel).namelist()) == set()
+    assert files == set(listing.split()) - {"README.md", "pyproject.toml"}
+
+
+def test_stratagem_has_no_code(tmp_path):
+    run_hook("build_sdist", ROOT, tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    for source in (ROOT, archive.with_suffix("").with_suffix("")):
+        run_hook("build_wheel", source, tmp_path)
+        (wheel,) = tmp_path.glob("*.whl")
+
+        assert [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name] == []
+    assert list(tmp_path.rglob("*.py")) == []
 
 
 def run_hook(name: str, source: Path, into: Path) -> None:
-    """Call a hook of the core's build backend, as pip does: in the folder of the sources."""
+    """Call a hook of hatchling, as pip does: in the folder of the sources."""
     code = f"from hatchling import build; build.{name}({str(into)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True, stdout=subprocess.DEVNULL)
 
@@ -250,13 +269,33 @@ def test_every_distribution_fits_this_version_of_the_others():
     expected = f"<{major}.{minor + 1},>={major}.{minor}"
     wrong = {
         (package.name, str(requirement))
-        for package in PACKAGES.values()
+        for package in [*PACKAGES.values(), EVERYTHING]
         for requirements in (package.requires, *package.extras.values())
         for requirement in requirements.values()
         if requirement.name in PACKAGES.keys() - {package.name} and str(requirement.specifier) != expected
     }
 
     assert wrong == set()
+    assert {package.version for package in [*PACKAGES.values(), EVERYTHING]} == {version}
+
+
+@pytest.mark.slow
+def test_make_version_writes_every_version(tmp_path):
+    listing = ["git", "ls-files", "*.toml", "*.toml.txt", "docs/*.md", "scripts/*.py", "*/_version.py", "*/scaffold.py"]
+    files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for command in (["git", "init", "-q"], ["git", "add", "."], [sys.executable, "scripts/version.py", "1.4.2"]):
+        subprocess.run(command, cwd=tmp_path, check=True)
+
+    written = {name: (tmp_path / name).read_text() for name in files if not name.startswith("docs/changes/")}
+    assert [name for name, text in written.items() if re.search(r"stratagem\S*>=0\.", text)] == []
+    assert {
+        read(tmp_path / name).version for name in files if re.match(r"(core/|plugins/.*)?pyproject.toml$", name)
+    } == {"1.4.2"}
+    assert '__version__: Final = "1.4.2"' in written["core/stratagem/_version.py"]
+    assert "torch>=2.11,<2.14" in written["core/pyproject.toml"]
 
 
 def test_torch_is_declared_with_the_range_that_is_tested():

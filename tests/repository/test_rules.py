@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -25,7 +26,7 @@ CORE = ROOT / "core" / "stratagem"
 CORE_SOURCES = sorted(CORE.glob("**/*.py"))
 #: What `stratagem plugins new` writes, to be read; nobody's package.
 TEMPLATE = ROOT / "contrib" / "template" / "pyproject.toml"
-PROJECTS = sorted({*ROOT.glob("plugins/*/*/pyproject.toml"), *ROOT.glob("contrib/*/pyproject.toml")} - {TEMPLATE})
+PROJECTS = sorted({*ROOT.glob("plugins/**/pyproject.toml"), *ROOT.glob("contrib/*/pyproject.toml")} - {TEMPLATE})
 OURS = {tomllib.loads(path.read_text())["project"]["name"]: path.parent for path in PROJECTS}
 ENTRIES = [entry for entry in registry.entries() if entry.distribution in OURS]
 
@@ -38,12 +39,8 @@ def names_of_plugins() -> set[str]:
     return {entry.name for entry in ENTRIES if entry.kind != "command"}
 
 
-def module_of(folder: Path) -> str:
-    """Return what Python calls the package in `folder`."""
-    return tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flit"]["module"]["name"]
-
-
-MODULES = {module_of(folder) for folder in OURS.values()}
+#: The Python packages of all distributions, each with its folder or file.
+MODULES = {path.stem: path for folder in OURS.values() for path in folder.glob("stratagem_*")}
 
 
 def class_of(entry):
@@ -64,7 +61,7 @@ def test_core_imports_no_plugin():
     """`stratagem` itself names what users import from it, the trainer's classes among them, and imports it when asked."""
     sources = [path for path in CORE_SOURCES if path != CORE / "__init__.py"]
 
-    assert {str(path): found for path in sources if (found := imported_by(path) & MODULES)} == {}
+    assert {str(path): found for path in sources if (found := imported_by(path) & MODULES.keys())} == {}
 
 
 def test_core_names_no_plugin_in_code():
@@ -229,14 +226,14 @@ def test_all_txt_equals_the_folders():
     lines = (ROOT / "plugins" / "all.txt").read_text().splitlines()
     listed = {line.removeprefix("-e ").strip() for line in lines if line.startswith("-e plugins/")}
 
-    assert listed == {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")}
+    assert listed == {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/**/pyproject.toml")}
 
 
 def test_every_distribution_requires_the_core_and_is_described():
     wrong = []
     for name, folder in OURS.items():
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        requires = any(re.match(r"stratagem\b(?!-)", requirement) for requirement in project["dependencies"])
+        requires = any(re.match(r"stratagem-core\b(?!-)", requirement) for requirement in project["dependencies"])
         described = (folder / "README.md").read_text().startswith(f"# {name}")
         wrong += [] if requires and described else [name]
 
@@ -245,38 +242,41 @@ def test_every_distribution_requires_the_core_and_is_described():
 
 def test_plugins_import_no_other_plugin():
     """But libraries: they are there to be imported, and may bring plugins too."""
-    homes = {
-        entry.value.partition(":")[0].partition(".")[0]: OURS[entry.distribution].relative_to(ROOT).parts[:3]
-        for entry in ENTRIES
-        if "libraries" not in OURS[entry.distribution].relative_to(ROOT).parts
-    }
+    packages = {entry.value.partition(":")[0].partition(".")[0] for entry in ENTRIES}
+    plugins = {module for module in packages if MODULES[module].parent != ROOT / "plugins" / "libraries"}
     wrong = {}
-    for path in sorted(ROOT.glob("plugins/*/*/**/*.py")):
-        own = path.relative_to(ROOT).parts[:3]
-        if foreign := {module for module in imported_by(path) if homes.get(module, own) != own}:
+    for module, path in sources_of_plugins():
+        if foreign := imported_by(path) & plugins - {module}:
             wrong[str(path)] = foreign
 
     assert wrong == {}
 
 
+def sources_of_plugins() -> Iterator[tuple[str, Path]]:
+    """Yield the sources in plugins/, each with the Python package that it belongs to."""
+    for module, place in MODULES.items():
+        if place.is_relative_to(ROOT / "plugins"):
+            yield from ((module, path) for path in sorted(place.rglob("*.py")) or [place])
+
+
 #: What any plugin may import of the core: the API, and the libraries that are published beside it.
 PUBLISHED = {"api", "errors", "checkpoint", "distributed"}
-#: What plugins/commands and plugins/libraries may import too, besides `stratagem` itself.
+#: What commands and libraries may import too, besides `stratagem` itself.
 FOR_COMMANDS = {"stack", "config", "discovery", "cli"}
 #: What drives a run may import, too: the Trainer is the engine's first client.
 FOR_CLIENTS = FOR_COMMANDS | {"runtime"}
 #: Imports that are none of these, by file, and why.
 EXCEPTIONS = {
-    "plugins/strategies/deepspeed/stratagem_deepspeed/consolidation.py": {"stratagem.checkpoints"},  # users call it
+    "plugins/deepspeed/stratagem_deepspeed/consolidation.py": {"stratagem.checkpoints"},  # users call it
 }
 
 
 def test_plugins_import_only_what_the_core_publishes():
     wrong = []
-    for path in sorted(ROOT.glob("plugins/*/*/stratagem*/**/*.py")) + sorted(ROOT.glob("plugins/*/*/stratagem*.py")):
+    for _, path in sources_of_plugins():
         name = path.relative_to(ROOT).as_posix()
         allowed = {f"stratagem.{part}" for part in PUBLISHED}
-        if name.startswith(("plugins/commands/", "plugins/libraries/")):
+        if name.startswith(("plugins/libraries/", "plugins/migrate/", "plugins/testing/", "plugins/tools/")):
             allowed |= {"stratagem"} | {f"stratagem.{part}" for part in FOR_COMMANDS}
         if name.startswith("plugins/trainer/"):
             allowed |= {f"stratagem.{part}" for part in FOR_CLIENTS}

@@ -75,7 +75,7 @@ def project(tmp_path):
     (tmp_path / "tests" / "test_uses.py").write_text(
         "def test_early():\n    'Early'\n\n\ndef test_late():\n    'Late'\n"
     )
-    source = tmp_path / "plugins" / "callbacks" / "early" / "early_package" / "early.py"
+    source = tmp_path / "plugins" / "early" / "early_package" / "early.py"
     source.parent.mkdir(parents=True)
     source.write_text(SOURCE)
     source.with_name("helper.py").write_text("def helped():\n    pass\n")
@@ -121,7 +121,7 @@ def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
     assert collected(project) == with_engine
 
     (project / "engine" / "new.py").unlink()
-    of_package = project / "plugins" / "callbacks" / "early" / "early_package"
+    of_package = project / "plugins" / "early" / "early_package"
     (of_package / "caller.py").write_text(CALLER + "# changed\n")
     assert collected(project) == chosen
 
@@ -210,7 +210,7 @@ def test_a_shard_that_is_none_is_refused(shard):
 def test_a_change_selects_the_tests_that_mention_what_changed(project):
     assert collected(project, "--changed") == []
 
-    package = project / "plugins" / "callbacks" / "early" / "early_package"
+    package = project / "plugins" / "early" / "early_package"
     (package / "early.py").write_text(SOURCE + "# changed\n")
     assert collected(project, "--changed") == ["test_early"]
 

@@ -45,7 +45,7 @@ def as_path(path: Any) -> Path:
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{path!r} is a URL that cannot be opened ({error})", expected="a path, or a URL that fsspec understands",
-            do='install "stratagem[remote]" and the fsspec package for it (s3fs, gcsfs, adlfs ...)',
+            do='install "stratagem-core[remote]" and the fsspec package for it (s3fs, gcsfs, adlfs ...)',
         ) from error  # fmt: skip
     return remote  # type: ignore[no-any-return]
 

@@ -300,4 +300,4 @@ def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
 
 #: Words of command lines and of constructors that are not arguments.
 _OTHER_WORDS = ("config", "help", "sources", "settings")
-registry.reserve((*option_types(RunSettings), *_OTHER_WORDS), "stratagem")
+registry.reserve((*option_types(RunSettings), *_OTHER_WORDS), "stratagem-core")

@@ -111,7 +111,7 @@ def _yaml(text: str, path: Path) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError("reading YAML needs PyYAML", do="run `pip install stratagem[cli]`, or use TOML") from error
+        raise ConfigError("reading YAML needs PyYAML", do="run `pip install PyYAML`, or use TOML") from error
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

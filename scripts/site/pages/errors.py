@@ -53,10 +53,10 @@ def page(root: Path) -> str:
 def packages(root: Path) -> list[tuple[str, Path]]:
     """Return the distributions of this repository, the core first, each with its folder."""
     folders = sorted(
-        path.parent for path in [*root.glob("plugins/*/*/pyproject.toml"), *root.glob("contrib/*/pyproject.toml")]
+        path.parent for path in [*root.glob("plugins/**/pyproject.toml"), *root.glob("contrib/*/pyproject.toml")]
     )
     named = [(_name(folder), folder) for folder in folders if folder.name != "template"]
-    return [("stratagem", root / "core" / "stratagem"), *sorted(named)]
+    return [("stratagem-core", root / "core"), *sorted(named)]
 
 
 def sources(folder: Path) -> list[Path]:
@@ -118,9 +118,10 @@ def _entry(message: Message) -> str:
 
 
 def _title(path: Path, folder: Path) -> str:
-    """Return the path of a module within its package."""
+    """Return the path of a module within its Python package; with that, where the distribution has several."""
     parts = path.relative_to(folder).parts
-    return "/".join(parts[1:] if len(parts) > 1 and parts[0].startswith("stratagem_") else parts)
+    is_only = len(list(folder.glob("stratagem*"))) == 1
+    return "/".join(parts[1:] if len(parts) > 1 and is_only else parts)
 
 
 def _name(folder: Path) -> str:
