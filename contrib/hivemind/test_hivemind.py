@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from stratagem_hivemind.checks import addresses_of_peers
 
 import stratagem
 from stratagem.errors import ConfigError
-from stratagem_testing import StrategyConformance, scripts
+from stratagem_testing import StrategyConformance
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_module_plainly
 from stratagem_testing.training import QUIET
 
@@ -124,7 +125,7 @@ class Peers:
         path = self.folder / f"given{number}.json"
         path.write_text(json.dumps(given))
         output = (self.folder / f"output{number}").open("w")
-        process = scripts.Popen(
+        process = subprocess.Popen(
             [sys.executable, "peer.py", str(path), *arguments], cwd=self.folder, stdout=output, stderr=output,
             env=os.environ | {"STRATAGEM_TEST_PEERS": str(self.folder)},
         )  # fmt: skip
@@ -292,7 +293,7 @@ def test_a_checkpoint_moves_to_ddp_and_back(peers, tmp_path):
 
     program = tmp_path / "under_ddp.py"
     program.write_text(UNDER_DDP)
-    scripts.run([sys.executable, "under_ddp.py", *saved], cwd=tmp_path, check=True, timeout=LIMIT_S)
+    subprocess.run([sys.executable, "under_ddp.py", *saved], cwd=tmp_path, check=True, timeout=LIMIT_S)
     for number in range(2):
         more = {"trainer": {"max_epochs": 3}, "ckpt_path": saved[1]}
         peers.start(number, batches=6, begin=4, strategy={"min_peers": 2}, **more)

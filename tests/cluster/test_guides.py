@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
-from stratagem_testing import scripts
+from programs import scripts
 
 #: The script of the guides, with a module and data; each rank writes which world it was in.
 TRAIN = """

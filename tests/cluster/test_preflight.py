@@ -19,9 +19,10 @@ from datetime import timedelta
 import pytest
 
 from ports import free_port
+from programs import scripts
 from stratagem.api.world import World
 from stratagem.runtime.preflight import meet
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 
 #: One worker starts the processes, once.
 pytestmark = pytest.mark.xdist_group("preflight")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ports import free_port
-from stratagem_testing import scripts
+from programs import scripts
 
 #: Every rank trains, and writes what it is.
 TRAIN = """

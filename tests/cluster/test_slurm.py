@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from programs import scripts
 from stratagem.stack.formats import read_any
-from stratagem_testing import scripts
 from stratagem_testing.reference import joined_batches, relative_difference, train_plainly
 
 pytestmark = pytest.mark.xdist_group("slurm")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ports import free_port
-from stratagem_testing import scripts
+from programs import scripts
 from stratagem_testing.reference import relative_difference
 
 from . import torchrun

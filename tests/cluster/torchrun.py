@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from stratagem_testing import scripts
+from programs import scripts
 
 #: How long agents may take to restart their workers: two cores may have other work.
 LIMIT_S = 270.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem_testing import scripts
+from programs import scripts
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))

@@ -9,6 +9,7 @@ import pytest
 from mutants import MUTANTS, Counting, Replicated
 
 import stratagem_launchers_local
+from programs import scripts
 from stratagem_testing import CallbackConformance, LauncherConformance, StrategyConformance
 
 #: Bugs that the kit cannot see, and why.
@@ -61,7 +62,11 @@ def test_the_kit_notices_a_launcher_that_loses_lines_of_open_files(install, monk
     monkeypatch.setattr(stratagem_launchers_local, "flush_files", stratagem_launchers_local.flush_files)
     install("forgetful", {"stratagem.launcher": {"forgetful": "Forgetful"}}, FORGETFUL)
     monkeypatch.setenv("PYTHONPATH", sys.path[0])  # for the programs that the kit starts
-    checks = dict(type("Mutated", (LauncherConformance,), {"plugin": "forgetful", "world_sizes": (2,)}).checks())
+    checks = dict(
+        type(
+            "Mutated", (LauncherConformance,), {"plugin": "forgetful", "popen": scripts.Popen, "world_sizes": (2,)}
+        ).checks()
+    )
 
     with pytest.raises(AssertionError, match="'a line'"):
         checks["test_lines_in_open_files_are_written[2]"]()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import stratagem
-from stratagem_testing import scripts
-from stratagem_testing.terminal import Terminal
+from programs import scripts
+from programs.terminal import Terminal
 
 PROGRAM = """
 import atexit, multiprocessing, os, signal, sys, threading

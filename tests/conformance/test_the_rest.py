@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from programs import scripts
 from stratagem import World
 from stratagem_testing import (
     AcceleratorConformance,
@@ -36,14 +37,17 @@ class TestTorchElastic(EnvironmentConformance):
 
 class TestSubprocess(LauncherConformance):
     plugin = "subprocess"
+    popen = scripts.Popen
 
 
 class TestSpawn(LauncherConformance):
     plugin = "spawn"
+    popen = scripts.Popen
 
 
 class TestFork(LauncherConformance):
     plugin = "fork"
+    popen = scripts.Popen
 
 
 class TestCPU(AcceleratorConformance):

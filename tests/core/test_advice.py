@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import stratagem as sg
+from programs import scripts
 from stratagem.api.options import options
 from stratagem.cli import parser
 from stratagem.discovery import catalog, registry
 from stratagem.discovery.catalog import moved_names
-from stratagem_testing import scripts
 from stratagem_trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]

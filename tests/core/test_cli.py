@@ -11,11 +11,11 @@ import sys
 import pytest
 
 import stratagem as sg
+from programs import scripts
+from programs.terminal import Terminal
 from stratagem.cli import main, parser
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem_testing import scripts
-from stratagem_testing.terminal import Terminal
 
 
 def test_list_by_kind(capsys):

@@ -15,11 +15,11 @@ from attrs import define, field
 from omegaconf import OmegaConf
 
 import stratagem as sg
+from programs import scripts
 from stratagem.api.options import options
 from stratagem.api.validators import at_least
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
-from stratagem_testing import scripts
 
 #: Values for options without a default.
 REQUIRED = {"monitor": "loss", "dirpath": "x", "scheduling": {0: 2}, "on": {"on_fit_start": print}, "swa_lrs": 0.1,

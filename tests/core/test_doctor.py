@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
+from programs import scripts
 from stratagem.cli import main
 from stratagem_devtools import doctor
-from stratagem_testing import scripts
 
 GOOD = """
     from attrs import define

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import stratagem as sg
+from programs import scripts
 from stratagem.cli import main
 from stratagem.config.sources import from_arguments, parse_choice
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
-from stratagem_testing import scripts
 
 TESTS = Path(__file__).parents[1]
 CPU = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}

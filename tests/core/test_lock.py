@@ -11,10 +11,11 @@ import pytest
 
 import stratagem as sg
 from ports import free_port
+from programs import scripts
 from stratagem.api.options import redact
 from stratagem.errors import ConfigError
 from stratagem.stack import lock
-from stratagem_testing import ProcessesFailed, run_in_processes, scripts
+from stratagem_testing import ProcessesFailed, run_in_processes
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.training import outcome, share
 

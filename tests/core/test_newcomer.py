@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import stratagem as sg
+from programs import scripts
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.errors import ConfigError
-from stratagem_testing import scripts
 
 QUIET = {
     "accelerator": "cpu",

@@ -20,6 +20,7 @@ from flit_core import buildapi
 
 import stratagem as sg
 from ports import free_port
+from programs import scripts
 from stratagem.api.world import Collectives
 from stratagem.cli import main
 from stratagem.discovery import registry
@@ -27,7 +28,7 @@ from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.describe import check_entry, describe, option_docs
 from stratagem.stack.formats import newest_whole, read_any
 from stratagem_devtools.scaffold import render, write
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Gan,
     Net,

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from stratagem_testing import scripts
+from programs import scripts
 
 PROGRAM = """
 import os, random, sys, time

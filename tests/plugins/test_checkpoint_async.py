@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import stratagem as sg
+from programs import scripts
 from stratagem.checkpoints import DCPCheckpoint, FullCheckpoint, SafetensorsCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import read_any
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
 

@@ -11,8 +11,9 @@ import torch
 import torch.utils.checkpoint
 
 import stratagem as sg
+from programs import scripts
 from stratagem_ddp_sharded import ShardedDDPStrategy
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
 

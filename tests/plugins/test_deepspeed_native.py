@@ -16,12 +16,13 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from programs import scripts
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.formats import format_named
 from stratagem.strategies import DeepSpeedStrategy
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, loss_of, net, part
 from stratagem_testing.training import EveryBatch, outcome, share, weights_of
 

@@ -13,8 +13,8 @@ import time
 import pytest
 import torch
 
+from programs import scripts
 from stratagem_demo import gpt
-from stratagem_testing import scripts
 
 #: The program with a smaller model and shorter windows, so that its validation and its text take no seconds.
 SMALL = """

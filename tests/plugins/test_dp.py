@@ -18,10 +18,11 @@ from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
 from ports import free_port
+from programs import scripts
 from selection import HEAVY
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDP2Strategy, DPStrategy
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.precision import tolerance_of
 from stratagem_testing.reference import (
     Buffered,

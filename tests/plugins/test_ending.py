@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import stratagem as sg
+from programs import scripts
+from programs.terminal import CTRL_C, Terminal
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
-from stratagem_testing import scripts
 from stratagem_testing.reference import Net, joined_batches
-from stratagem_testing.terminal import CTRL_C, Terminal
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
 

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import stratagem as sg
+from programs import scripts
 from selection import HEAVY
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Frozen, Net, joined_batches, relative_difference
 
 pytestmark = HEAVY

@@ -16,12 +16,12 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from programs import scripts
 from stratagem.accelerators import CPUAccelerator
 from stratagem.api.capabilities import Capabilities
 from stratagem.api.json_tree import encode
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.stack.formats import read_any
-from stratagem_testing import scripts
 from stratagem_testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]

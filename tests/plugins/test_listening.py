@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import stratagem as sg
+from programs import scripts
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)

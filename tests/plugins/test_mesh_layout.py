@@ -11,10 +11,11 @@ import pytest
 from attrs import define
 
 import stratagem as sg
+from programs import scripts
 from stratagem.api import Mesh, hookimpl
 from stratagem.api.layout import AxisMessages, Layout, RankLayout, Slot, Timeline
 from stratagem_report.pictures import MeshPicture, TimelinePicture
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches
 from stratagem_testing.training import QUIET, loader, share
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import stratagem as sg
+from programs import scripts
 from stratagem.api.world import Collectives
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.runtime.context import Context
 from stratagem_migrate import arguments, examine, installed, names, own, trainers
 from stratagem_migrate.source import Source
-from stratagem_testing import scripts
 from stratagem_testing.reference import Net, joined_batches
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-lightning.md"

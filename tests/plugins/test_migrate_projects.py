@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from programs import scripts
 from stratagem.cli import main
-from stratagem_testing import scripts
 
 PROJECTS = Path(__file__).parent / "migrate_projects"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from programs import scripts
 from stratagem.cli import main
 from stratagem_migrate import examine
 from stratagem_migrate.rewriting import rewrite
 from stratagem_migrate.source import Source
-from stratagem_testing import scripts
 
 
 def rewritten(script):

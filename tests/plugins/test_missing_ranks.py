@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import stratagem as sg
+from programs import scripts
 from stratagem.api.world import Collectives
 from stratagem.runtime.launching import carry_out
 from stratagem_peer_diagnosis import failure_reports
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.machine import _processes_with
 from stratagem_testing.reference import Net, joined_batches, part
 from stratagem_testing.training import outcome

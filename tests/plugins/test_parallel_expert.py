@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from programs import scripts
 from stratagem.api.seeding import seeded
 from stratagem.errors import ConfigError
 from stratagem_parallel.expert.dispatch import DispatchedExperts
-from stratagem_testing import recording, run_in_processes, scripts
+from stratagem_testing import recording, run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches
 from stratagem_testing.training import loader, outcome, weights_of
 

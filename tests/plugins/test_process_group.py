@@ -14,12 +14,13 @@ import torch
 from attrs import define
 
 import stratagem as sg
+from programs import scripts
 from stratagem.api.options import options
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
 from stratagem_process_group import ProcessGroupStrategy, group_options_after, nccl, variables
 from stratagem_process_group.remarks import remarks
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 from stratagem_testing.training import weights_of
 

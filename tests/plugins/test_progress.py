@@ -16,12 +16,12 @@ from jupyter_client.manager import AsyncKernelManager
 import stratagem as sg
 import stratagem_callbacks.progress
 from kernels import kernel
+from programs.terminal import Terminal
 from stratagem.api.readback import Readback
 from stratagem.callbacks import ProgressBar
 from stratagem_callbacks.pace import Pace, Progress
 from stratagem_callbacks.terminal_bar import TerminalBar
 from stratagem_testing.reference import Net, joined_batches
-from stratagem_testing.terminal import Terminal
 
 TESTS = Path(__file__).parents[1]
 QUIET = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}

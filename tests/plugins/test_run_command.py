@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from programs import scripts
 from stratagem.cli import main
-from stratagem_testing import scripts
 
 #: What a shell, a scheduler or YAML could change.
 HOSTILE = [

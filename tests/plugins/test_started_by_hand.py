@@ -14,9 +14,10 @@ from attrs import define
 
 import stratagem as sg
 from ports import free_port
+from programs import scripts
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ import torch
 
 import stratagem as sg
 from ports import free_port
-from stratagem_testing import run_in_processes, scripts
+from programs import scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 ROOT = Path(__file__).parents[2]

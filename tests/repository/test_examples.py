@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import stratagem as sg
-from stratagem_testing import scripts
+from programs import scripts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT, FILE = str(EXAMPLES / "digits.py"), str(EXAMPLES / "digits.yaml")

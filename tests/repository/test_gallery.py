@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem_testing import scripts
+from programs import scripts
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "gallery.md").read_text()

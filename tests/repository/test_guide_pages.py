@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from ports import free_port
+from programs import scripts
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 
 DOCS = Path(__file__).parents[2] / "docs"
 

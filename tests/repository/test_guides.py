@@ -53,12 +53,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import stratagem as sg
 from ports import free_port
+from programs import scripts
 from standing_ranks import StandingRanks
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy, FSDPStrategy
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 
 pytestmark = pytest.mark.xdist_group("ranks of guides")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
-from stratagem_testing import scripts
+from programs import scripts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,6 @@ from stratagem.api import Evidence
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
-from stratagem_testing import scripts
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.processes import LAUNCH_VARIABLES
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -134,6 +134,8 @@ class LauncherConformance(Conformance):
     """
 
     kind = "launcher"
+    #: What starts a program: a subclass of `subprocess.Popen` may start it faster.
+    popen: ClassVar[type[subprocess.Popen[str]]] = subprocess.Popen
 
     def test_every_process_has_its_place(self, several: int) -> None:
         """Each of the ranks 0 to n-1 has its own process, and rank 0's result is returned."""
@@ -213,9 +215,16 @@ class LauncherConformance(Conformance):
             define, _, call = textwrap.dedent(body).strip().rpartition("\n")
             path.write_text(f'{textwrap.dedent(head).strip()}\n{define}\nif __name__ == "__main__":\n    {call}\n')
             clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-            command = [sys.executable, str(path)]
-            done = scripts.run(command, env=clean, capture_output=True, text=True, timeout=self.limit_s)
-            return done.returncode, done.stdout, done.stderr, folder
+            with self.popen(
+                [sys.executable, str(path)], env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                start_new_session=True,
+            ) as process:  # fmt: skip
+                try:
+                    output, errors = process.communicate(timeout=self.limit_s)
+                except BaseException:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    raise
+            return process.returncode, output, errors, folder
 
 
 class AcceleratorConformance(_AutoDetected):

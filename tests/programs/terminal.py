@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stratagem_testing import scripts
+from programs import scripts
 
 #: What Ctrl-C sends.
 CTRL_C = b"\x03"

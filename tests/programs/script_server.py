@@ -1,6 +1,6 @@
 """A Python process that has imported the modules of scripts, and forks a copy of itself for each script.
 
-Started by `stratagem_testing.scripts`, which sends it requests. A copy runs the script as ``python script.py``: a new
+Started by `programs.scripts`, which sends it requests. A copy runs the script as ``python script.py``: a new
 ``__main__``, its arguments, working folder, environment and streams, and the interpreter's own shutdown.
 
 [Note: one thread]
@@ -31,8 +31,8 @@ import types
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import Any, cast
 
+from programs.script_children import NUMBER, read_request, serve_children
 from stratagem.distributed.standard_streams import flush_files
-from stratagem_testing.script_children import NUMBER, read_request, serve_children
 
 #: How many bytes of the server's command line a copy may overwrite with its own.
 PADDING = 8000
@@ -43,8 +43,10 @@ _NOTHING = pickle.dumps(None)
 _interrupted = False
 
 
-def serve(control: int, preload: list[str]) -> None:
+def serve(control: int, preload: list[str], own_folder: str) -> None:
     """Import those of `preload` that are installed; fork for each request that arrives at the socket `control`.
+
+    Removes `own_folder`, in which this package is, from the path on which scripts find modules.
 
     Returns when that is closed. In a fork this runs the script and returns, or raises SystemExit, so that the
     interpreter ends in its usual way.
@@ -58,6 +60,7 @@ def serve(control: int, preload: list[str]) -> None:
     for name in preload:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    sys.path.remove(own_folder)
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
         raise RuntimeError(f"importing {preload} started {len(threads) - 1} threads; expected none")
@@ -68,7 +71,7 @@ def serve(control: int, preload: list[str]) -> None:
     if request is not None:
         signal.signal(signal.SIGINT, interrupt)
         requests.detach()  # closed already
-        if before := pickle.loads(request.get("before", _NOTHING)):  # noqa: S301 - from the process that started this one
+        if before := pickle.loads(request.get("before", _NOTHING)):
             before()
         _run(request)
 
@@ -183,7 +186,7 @@ def _run(request: dict[str, Any]) -> None:
         elif kind == "c":
             sys.path[0] = ""
             main.__loader__ = BuiltinImporter
-            exec(compile(program, "<string>", "exec"), main.__dict__)  # noqa: S102 - it is what python -c does
+            exec(compile(program, "<string>", "exec"), main.__dict__)
         else:
             sys.path[0] = os.path.dirname(os.path.realpath(program))
             main.__file__ = os.path.join(os.getcwd(), program)
@@ -191,10 +194,10 @@ def _run(request: dict[str, Any]) -> None:
             main.__cached__ = None  # type: ignore[attr-defined]
             with open(program, "rb") as file:
                 source = file.read()
-            exec(compile(source, main.__file__, "exec"), main.__dict__)  # noqa: S102 - it is what python does
+            exec(compile(source, main.__file__, "exec"), main.__dict__)
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - the hook shows it
+    except BaseException as error:
         own = error.__traceback__.tb_next if error.__traceback__ else None
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, own
         sys.excepthook(type(error), error.with_traceback(own), own)

@@ -1,6 +1,6 @@
 """Replacements of `subprocess.run` and `subprocess.Popen` that run scripts without the four seconds to import torch.
 
-    from stratagem_testing import scripts
+    from programs import scripts
 
     done = scripts.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=180)
 
@@ -10,7 +10,7 @@ runs in a fork of it, with ``__main__``, arguments, folder, environment, streams
 
 Other commands run as under `subprocess`: those that are not Python programs, that set options of the interpreter, or
 that set variables which torch may read while it is imported. Commands that a script starts with `subprocess.Popen` run
-in forks too (see `stratagem_testing.script_children`), so the ranks of a launched script need not import torch. Tests
+in forks too (see `programs.script_children`), so the ranks of a launched script need not import torch. Tests
 of start-up itself (what is imported when) should use `subprocess`.
 """
 
@@ -27,16 +27,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from stratagem_testing.script_children import NUMBER, send_request
-from stratagem_testing.script_requests import request_of
-from stratagem_testing.script_server import PADDING
+from programs.script_children import NUMBER, send_request
+from programs.script_requests import request_of
+from programs.script_server import PADDING
 
 #: Modules that scripts import, and modules that torch and stratagem import on first use.
 PRELOAD = (
     "torch", "torch._dynamo", "stratagem_trainer.trainer", "stratagem_trainer.stage_runner", "stratagem.cli",
-    "stratagem_testing.reference", "cattrs", "filelock", "packaging.requirements", "tomllib", "xxhash",
+    "stratagem_testing.reference", "programs.terminal", "cattrs", "filelock", "packaging.requirements", "tomllib", "xxhash",
     # Plugins that most scripts use, where they are installed:
     "stratagem_accelerators", "stratagem_callbacks.model_checkpoint", "stratagem_callbacks.progress",
     "stratagem_checkpoint_full", "stratagem_ddp.strategy", "stratagem_ddp.presets", "stratagem_environments_local",
@@ -44,7 +45,12 @@ PRELOAD = (
     "stratagem_precision", "stratagem_single_device",
 )  # fmt: skip
 
-_SERVE = "import sys; from stratagem_testing.script_server import serve; serve(int(sys.argv[1]), sys.argv[2].split())"
+#: The folder in which the server finds this package.
+_FOLDER = str(Path(__file__).parents[1])
+_SERVE = (
+    "import sys; control, preload, folder = sys.argv[1:4]; sys.path.append(folder); "
+    "from programs.script_server import serve; serve(int(control), preload.split(), folder)"
+)
 
 
 def run(
@@ -146,7 +152,7 @@ class _Server:
         number = str(theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, number, " ".join(PRELOAD), " " * PADDING],
+                [sys.executable, "-c", _SERVE, number, " ".join(PRELOAD), _FOLDER, " " * PADDING],
                 cwd=os.sep, env=_ENVIRONMENT, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip

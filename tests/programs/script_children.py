@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stratagem_testing.script_requests import request_of, spawn_request
+from programs.script_requests import request_of, spawn_request
 
 #: A request: its length, then that many bytes of `pickle`, with file descriptors beside the length.
 LENGTH = struct.Struct("!I")
@@ -46,7 +46,7 @@ def read_request(connection: socket.socket, descriptors: int) -> tuple[dict[str,
     length, content = LENGTH.unpack(head)[0], bytearray()
     while len(content) < length:
         content += connection.recv(length - len(content))
-    return pickle.loads(content), files  # noqa: S301 - from the process that started this one
+    return pickle.loads(content), files
 
 
 def send_request(connection: socket.socket, request: Mapping[str, Any], descriptors: list[int]) -> None:
