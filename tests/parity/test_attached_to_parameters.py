@@ -13,7 +13,6 @@ from stratagem_testing.attachments import (
     HookOfInit,
     KeptInForward,
     ListOfInit,
-    RemovedHook,
     train_each,
 )
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -40,6 +39,18 @@ class Subclass(Net):
         decayed = [p for p in self.parameters() if hasattr(p, "decays")]
         rest = [p for p in self.parameters() if not hasattr(p, "decays")]
         return torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 5e-3, 0.9)
+
+
+class RemovedHook(Net):
+    """Removes the hook before training."""
+
+    def __init__(self):
+        super().__init__()
+        self.handle = self.net[0].weight.register_hook(lambda grad: grad * 0.25)
+
+    def configure_optimizers(self):
+        self.handle.remove()
+        return super().configure_optimizers()
 
 
 class Foreign(Net):

@@ -66,18 +66,6 @@ class HookLater(Net):
         return super().configure_optimizers()
 
 
-class RemovedHook(Net):
-    """Removes the hook before training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handle = _weight(self).register_hook(lambda grad: grad * 0.25)
-
-    def configure_optimizers(self) -> Any:
-        self.handle.remove()
-        return super().configure_optimizers()
-
-
 def _scale_gradient(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad *= 0.25

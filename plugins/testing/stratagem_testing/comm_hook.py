@@ -14,7 +14,7 @@ from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.discovery import catalog
 from stratagem_testing.conformance import Conformance, refusal
-from stratagem_testing.reference import Net, joined_batches, train_module_plainly
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.sharing import in_turn
 from stratagem_testing.training import train, weights_on_all_ranks
 
@@ -108,10 +108,10 @@ class CommHookConformance(Conformance):
             ([Halves(), self.plugin], not plugin.outermost),
         ):
             if is_legal:
-                legal.append((self._arguments(several, comm_hook=stack), batches))
+                legal.append((Net, batches, self._arguments(several, comm_hook=stack)))
             else:
                 assert refusal(lambda stack=stack: sg.Run(**self.choose(comm_hook=stack))) is not None  # type: ignore[misc]
-        for results in zip(*self.run_in(in_turn, several, _train, legal), strict=True):
+        for results in zip(*self.run_in(in_turn, several, train, legal), strict=True):
             self._compare(results, reference)
 
     def test_a_second_run_is_like_the_first(self, several: int) -> None:
@@ -133,11 +133,10 @@ class CommHookConformance(Conformance):
         return super().choose(**({"strategy": catalog.default("strategy_distributed")} | arguments))
 
     def _train(self, world_size: int, batches: Any, **arguments: Any) -> Any:
-        return self.run_in(_train, world_size, self._arguments(world_size, **arguments), batches)
+        return self.run_in(train, world_size, Net, batches, self._arguments(world_size, **arguments))
 
     def _compare(self, results: Any, reference: dict[str, Tensor]) -> None:
-        first = weights_on_all_ranks(results)
-        difference = max(float((first[n] - reference[n]).norm() / reference[n].norm()) for n in reference)
+        difference = relative_difference(weights_on_all_ranks(results), reference)
         assert difference < self.training_tolerance, f"weights differ by {difference:.1e} from exact averages"
 
 
@@ -220,10 +219,6 @@ def _send_infinity(rank: int, size: int, choose: dict[str, Any]) -> bool:
 def _send_zeros(rank: int, size: int, choose: dict[str, Any]) -> float:
     _, reduce = _connected(size, choose)
     return float(reduce(Bucket(buffer=torch.zeros(64))).wait().abs().max())
-
-
-def _train(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
-    return train(rank, size, Net, batches, choose)
 
 
 def _twice(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:

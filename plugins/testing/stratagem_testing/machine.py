@@ -262,7 +262,7 @@ class AcceleratorConformance(_AutoDetected):
     def test_trains_as_the_cpu_does(self) -> None:
         self._need_a_device()
         batches = joined_batches(6, 24)
-        results = self.run_in(_train, 1, QUIET | self.choose(devices=1), batches)
+        results = self.run_in(train, 1, Net, batches, QUIET | self.choose(devices=1))
 
         assert relative_difference(results[0]["weights"], train_module_plainly(Net(), batches)[0]) < self.tolerance
 
@@ -319,7 +319,3 @@ def _processes_with(text: str) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def _train(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
-    return train(rank, size, Net, batches, choose)

@@ -99,7 +99,7 @@ class PrecisionConformance(Conformance):
         by_value = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
 
         chosen = [self._arguments(world_size, **each) for each in ({"gradient_clip_val": 0.5}, by_value)]
-        ranks = self.run_in(in_turn, world_size, _train, [(each, self.maker(Net), batches) for each in chosen])
+        ranks = self.run_in(in_turn, world_size, train, [(self.maker(Net), batches, each) for each in chosen])
         results_by_norm, results_by_value = zip(*ranks, strict=True)
 
         self._compare(
@@ -200,7 +200,7 @@ class PrecisionConformance(Conformance):
         return self.tolerance if self.tolerance is not None else tolerance_of(self.policy)
 
     def _train(self, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], **arguments: Any) -> Any:
-        return self.run_in(_train, world_size, self._arguments(world_size, **arguments), self.maker(make), batches)
+        return self.run_in(train, world_size, self.maker(make), batches, self._arguments(world_size, **arguments))
 
     def _compare(self, results: Any, reference: Callable[[list[int]], dict[str, Tensor]]) -> float:
         """Assert equal weights on all ranks, close to ``reference(batches used)``; return the difference."""
@@ -238,10 +238,6 @@ class _Overflowing(Net):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return loss * float("inf") if batch_idx == self.bad and self.global_rank == self.bad_rank else loss
-
-
-def _train(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
-    return train(rank, size, make, batches, choose)
 
 
 def _train_overflowing(rank: int, size: int, choose: dict[str, Any], strategy: Any, batches: Any, bad: int) -> Any:

@@ -153,7 +153,7 @@ class WeightChecks(StrategyChecks):
         """Ranks that begin with different weights and buffers, as without a seed, all train from those of rank 0."""
         batches = self.batches(4)
 
-        results = self._run(several, _train_from_different_weights, self.maker(_DiffersByRank), batches)
+        results = self._train(several, _DiffersByRank, batches)
 
         if self.claims(SHARDED_PARAMETERS):  # the shards of different ranks may come from different models
             self._compare(results, None)
@@ -210,10 +210,6 @@ class _DiffersByRank(Shifted):
 
     def __init__(self) -> None:
         super().__init__(seed=int(os.environ["RANK"]))
-
-
-def _train_from_different_weights(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
-    return train(rank, size, make, batches, choose)
 
 
 def _train_seeded(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
