@@ -24,28 +24,13 @@ from attrs import define, field, frozen
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stratagem.api import (
-    CLIP_BY_NORM,
-    CLIP_BY_VALUE,
-    CUSTOM_STEP,
-    FULL_STATE,
-    GRADIENT_BUCKETS,
-    MANUAL_OPTIMIZATION,
-    MULTI_PROCESS,
-    MULTIPLE_OPTIMIZERS,
-    NO_SYNC,
-    WITHIN_TEAM,
-    Bucket,
-    Capabilities,
-    Collectives,
-    hookimpl,
-)
+from stratagem.api import GRADIENT_BUCKETS, Bucket, Capabilities, Collectives, hookimpl
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state, taken_out
 from stratagem.api.options import options
 from stratagem.api.validators import more_than
 from stratagem.checkpoint.cpu_copies import as_gathered
 from stratagem.distributed.bucket_reducer import check_dense
-from stratagem_process_group import ProcessGroupStrategy, group_options_after
+from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -78,12 +63,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
     #: Sends buckets while backward runs; None if they are sent after it.
     _sender: Any = field(init=False, default=None)
 
-    capabilities = Capabilities(
-        provides={
-            CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_STEP, FULL_STATE, GRADIENT_BUCKETS, MANUAL_OPTIMIZATION, MULTI_PROCESS,
-            MULTIPLE_OPTIMIZERS, NO_SYNC, WITHIN_TEAM,
-        }
-    )  # fmt: skip
+    capabilities = Capabilities(provides=USUAL | {GRADIENT_BUCKETS})
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in options(type(self))}

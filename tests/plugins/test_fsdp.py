@@ -20,7 +20,7 @@ import stratagem as sg
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
-from stratagem_sharding import comm_hooks, units
+from stratagem_sharding import param_groups, units
 from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.shards import shard_like
 from stratagem_testing import run_in_processes
@@ -596,7 +596,7 @@ def test_the_memory_that_a_comm_hook_reduces_is_kept_for_the_stream_it_runs_on(m
     average = torch.futures.Future()
     average.set_result(torch.full((3,), 5.0))
     unit, reduced = _Unit(), torch.ones(3).as_subclass(_OnCUDA)
-    comm_hooks.send_through_hooks([unit], lambda bucket: average)
+    param_groups.send_through_hooks([unit], lambda bucket: average)
     unit.hook(reduced)
 
     assert reduced.tolist() == [5.0] * 3
@@ -605,7 +605,7 @@ def test_the_memory_that_a_comm_hook_reduces_is_kept_for_the_stream_it_runs_on(m
 
 def test_a_tensor_on_the_cpu_needs_no_stream(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_stream", None)
-    comm_hooks.keep_for_this_stream(torch.ones(3))
+    param_groups.keep_for_this_stream(torch.ones(3))
 
 
 @pytest.mark.parametrize(("backends", "refused"), [("gloo", True), ("cpu:gloo,cuda:nccl", False)])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 import stratagem as sg
 from stratagem.api.traffic import Traffic
-from stratagem_sharding.buffers import BufferPool
+from stratagem_sharding.memory import BufferPool
 from stratagem_sharding.traffic import CountingReduceScatter
 from stratagem_testing import run_in_processes
 from stratagem_testing.processes import ProcessesFailed

@@ -10,29 +10,13 @@ from attrs import define, field
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from stratagem.api import (
-    CLIP_BY_NORM,
-    CLIP_BY_VALUE,
-    CLOSURE_OPTIMIZERS,
-    CUSTOM_CLIPPING,
-    CUSTOM_STEP,
-    FULL_STATE,
-    GRADIENT_BUCKETS,
-    LOCAL_STEPS,
-    MANUAL_OPTIMIZATION,
-    MULTI_PROCESS,
-    MULTIPLE_OPTIMIZERS,
-    NO_SYNC,
-    WITHIN_TEAM,
-    Capabilities,
-    hookimpl,
-)
+from stratagem.api import CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, GRADIENT_BUCKETS, LOCAL_STEPS, Capabilities, hookimpl
 from stratagem.api.options import options
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_ddp import literal
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
-from stratagem_process_group import ProcessGroupStrategy, group_options_after
+from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -83,23 +67,7 @@ class DDPStrategy(ProcessGroupStrategy):
     #: Bytes that DDP sends in a step without comm hooks.
     _num_bytes: int = field(init=False, default=0)
 
-    capabilities = Capabilities(
-        provides={
-            CLIP_BY_NORM,
-            CLIP_BY_VALUE,
-            CLOSURE_OPTIMIZERS,
-            CUSTOM_CLIPPING,
-            CUSTOM_STEP,
-            FULL_STATE,
-            GRADIENT_BUCKETS,
-            LOCAL_STEPS,
-            MANUAL_OPTIMIZATION,
-            MULTI_PROCESS,
-            MULTIPLE_OPTIMIZERS,
-            NO_SYNC,
-            WITHIN_TEAM,
-        }
-    )
+    capabilities = Capabilities(provides=USUAL | {CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, GRADIENT_BUCKETS, LOCAL_STEPS})
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

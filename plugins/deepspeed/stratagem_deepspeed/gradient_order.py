@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from stratagem.distributed.comparison import fingerprint
 from stratagem.errors import ConfigError
+from stratagem_process_group.comparison import are_equal
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -40,10 +41,7 @@ class GradientOrder:
         """
         seen = self._order if ordered else sorted(set(self._order))
         self._order = []
-        mine = int.from_bytes(hashlib.sha256(repr(seen).encode()).digest()[:7], "big")
-        # A CPU tensor, which does not wait for a GPU; unchecked, as every rank does this in each backward.
-        extremes = self._run.collectives.unchecked.all_reduce(torch.tensor([mine, -mine]), "max").tolist()
-        if extremes[0] != -extremes[1]:
+        if not are_equal(torch.tensor(fingerprint(repr(seen))), self._run.collectives):
             order = ", in the same order" if ordered else ""
             raise ConfigError(
                 f"ranks used different parameters in one step{order and ', or in another order'}, and DeepSpeed would "

@@ -7,24 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
-from stratagem.api import (
-    CLIP_BY_NORM,
-    CLIP_BY_VALUE,
-    CUSTOM_CLIPPING,
-    CUSTOM_STEP,
-    FULL_STATE,
-    GRADIENT_BUCKETS,
-    MANUAL_OPTIMIZATION,
-    MULTI_PROCESS,
-    MULTIPLE_OPTIMIZERS,
-    NO_SYNC,
-    SHARDED_PARAMETERS,
-    WITHIN_TEAM,
-    Capabilities,
-    Mesh,
-)
+from stratagem.api import CUSTOM_CLIPPING, GRADIENT_BUCKETS, SHARDED_PARAMETERS, Capabilities, Mesh
 from stratagem.errors import ConfigError, shown
-from stratagem_process_group import ProcessGroupStrategy, group_options_after
+from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 from stratagem_transforms.wrap_policy import check_policy
 
 if TYPE_CHECKING:
@@ -107,10 +92,7 @@ class FSDPOptions(ProcessGroupStrategy):
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
         """Averages over replicas are sent through comm hooks; FSDP's reduce-scatter over shards is not."""
-        provides = {
-            CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS,
-            MULTIPLE_OPTIMIZERS, NO_SYNC, SHARDED_PARAMETERS, WITHIN_TEAM,
-        }  # fmt: skip
+        provides = USUAL | {CUSTOM_CLIPPING, SHARDED_PARAMETERS}
         replicates = self.is_hybrid or self.sharding_strategy == "NO_SHARD"
         return Capabilities(provides=provides | {GRADIENT_BUCKETS} if replicates else provides)
 

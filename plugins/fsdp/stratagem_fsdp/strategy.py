@@ -12,26 +12,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp.wrap import enable_wrap
 
 from stratagem.api import hookimpl
-from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state, taken_out
+from stratagem.api.named_state import logical_optimizer_state
 from stratagem.distributed.backends import backends_of
 from stratagem.errors import ConfigError
 from stratagem_fsdp.clipping import clip_norm
 from stratagem_fsdp.options import FSDPOptions
 from stratagem_process_group import group_options_after
-from stratagem_sharding.comm_hooks import send_through_hooks
+from stratagem_sharding.hooks import ShardingHooks, wrapped_earlier
 from stratagem_sharding.initial_values import filling_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import check_backend, device_mesh
-from stratagem_sharding.param_groups import reshard
+from stratagem_sharding.param_groups import reshard, send_through_hooks
 from stratagem_sharding.part_writes import PartWrites
-from stratagem_sharding.shards import clip_values, gathered, shard_like
+from stratagem_sharding.shards import gathered
 from stratagem_sharding.steps import ShardedSteps
 from stratagem_sharding.units import mark_unit, shard_units, units_of
 from stratagem_transforms.activation_checkpointing import recompute
 from stratagem_transforms.normalization import match_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
     from contextlib import AbstractContextManager
 
     from stratagem.api import Collectives, RunContext, World
@@ -42,7 +42,7 @@ _POLICY = "strategy.fsdp.auto_wrap_policy"
 
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("mixed_precision"))
-class FSDPStrategy(FSDPOptions):
+class FSDPStrategy(ShardingHooks, FSDPOptions):
     """Each process keeps a shard; a unit is gathered only while it computes.
 
     Zhao et al., "PyTorch FSDP", VLDB 2023; torch's second implementation of it.
@@ -118,10 +118,8 @@ class FSDPStrategy(FSDPOptions):
                 "activation_checkpointing and strategy.fsdp.activation_checkpointing_policy are both set",
                 expected="one of the two",
             )
-        earlier = user.__dict__.get(_WRAPPED)
-        if earlier is not None:
-            _check_same(earlier, self._device_mesh)
-            root: nn.Module = earlier[0]
+        root = wrapped_earlier(user, _WRAPPED, self._device_mesh, was="sharded")
+        if root is not None:
             reshard(root)  # optimizers are made of shards
             self._set_hooks(root, run)
             return root
@@ -191,16 +189,8 @@ class FSDPStrategy(FSDPOptions):
         with self._steps.optimizer_step(run.model, run):
             return (yield)
 
-    @hookimpl
-    def clip_gradients(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None, max_value: float | None
-    ) -> torch.Tensor | float:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if max_value is not None:
-            clip_values(gradients, max_value)
-            return 0.0
-        assert max_norm is not None, "one of the two limits is set"
-        return clip_norm(gradients, max_norm)
+    def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+        return clip_norm([parameter.grad for parameter in parameters if parameter.grad is not None], max_norm)
 
     def _average_scalars(self, run: RunContext) -> None:
         reached = {name: parameter for name, parameter in self._scalars if parameter.grad is not None}
@@ -211,12 +201,6 @@ class FSDPStrategy(FSDPOptions):
             assert parameter.grad is not None, "what has none was left out"
             parameter.grad = run.peers.all_reduce(parameter.grad, "mean")
 
-    @hookimpl(optionalhook=True)
-    def on_validation_end(self, run: RunContext) -> None:
-        reshard(run.model)
-
-    on_test_end = on_predict_end = on_validation_end
-
     # --- State ---------------------------------------------------------------------------------------------------
 
     @hookimpl
@@ -224,15 +208,6 @@ class FSDPStrategy(FSDPOptions):
         reshard(run.model)
         state = module.state_dict()
         return {name: gathered(tensor, run) for name, tensor in state.items()} if run.whole_state else state
-
-    @hookimpl
-    def load_model_state(
-        self, state: dict[str, torch.Tensor], module: nn.Module, strict: bool, run: RunContext
-    ) -> bool:
-        reshard(run.model)
-        own = module.state_dict()
-        load_weights(module, {name: shard_like(tensor, own.get(name)) for name, tensor in state.items()}, strict)
-        return True
 
     @hookimpl
     def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
@@ -243,29 +218,7 @@ class FSDPStrategy(FSDPOptions):
         whole = {name: {key: gathered(v, run) for key, v in entry.items()} for name, entry in state["state"].items()}
         return state | {"state": whole}
 
-    @hookimpl
-    def load_optimizer_state(
-        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
-    ) -> bool:
-        reshard(run.model)
-        own = dict(module.named_parameters())
-        cut = {
-            name: {key: shard_like(value, own.get(name)) for key, value in entry.items()}
-            for name, entry in taken_out(state["state"])
-        }
-        optimizer.load_state_dict(physical_optimizer_state(state | {"state": cut}, optimizer, module))
-        return True
-
 
 def cpu_offload() -> FSDPStrategy:
     """``fsdp_cpu_offload``"""
     return FSDPStrategy(cpu_offload=True)
-
-
-def _check_same(earlier: tuple[nn.Module, Any], mesh: Any) -> None:
-    if earlier[1] != mesh:
-        raise ConfigError(
-            "the model was sharded by an earlier run over other processes",
-            expected="a model that is whole, or the same processes",
-            do="save a checkpoint and load it into a new model",
-        )

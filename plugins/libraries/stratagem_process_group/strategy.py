@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, fields
 
-from stratagem.api import Strategy, hookimpl
+from stratagem.api import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    CUSTOM_STEP,
+    FULL_STATE,
+    MANUAL_OPTIMIZATION,
+    MULTI_PROCESS,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+    WITHIN_TEAM,
+    Strategy,
+    hookimpl,
+)
 from stratagem.api.validators import duration, not_empty
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem_process_group.options import gloo_options, nccl_options
@@ -20,6 +32,11 @@ if TYPE_CHECKING:
 
     from stratagem.api import Collectives, RunContext, World
 
+#: What strategies over a process group provide, unless an engine of their own takes the steps.
+USUAL = frozenset({
+    CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_STEP, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS, MULTIPLE_OPTIMIZERS,
+    NO_SYNC, WITHIN_TEAM,
+})  # fmt: skip
 #: NCCL's variable that lets ranks share a GPU, as an option.
 _SHARING = "multi_rank_gpu_enable"
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
 from stratagem_sharding.param_groups import param_groups
-from stratagem_sharding.wording import few
 
 #: Part of torch's message about an operation that mixes plain tensors and shards (`DTensor`).
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -83,3 +82,9 @@ def _look_up(variables: Mapping[str, Any], path: str) -> Any:
         known = isinstance(value, nn.Module) and any(name in those for those in (value._modules, value._parameters))
         value = getattr(value, name) if known else None
     return value
+
+
+def few(items: list[Any], limit: int = 4) -> str:
+    """Return the first `limit` of `items` as text, and how many there are more."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return f"{', '.join(map(str, items[:limit]))}{more}"

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stratagem_sharding.buffers import BufferPool
-from stratagem_sharding.memory import reuse_freed_blocks
+from stratagem_sharding.memory import BufferPool, reuse_freed_blocks
 from stratagem_sharding.param_groups import param_groups, units_in
 from stratagem_sharding.sharded_use import is_sharded_use, sharded_use
 from stratagem_sharding.traffic import count_bytes

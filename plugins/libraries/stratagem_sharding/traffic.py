@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from stratagem.distributed.process_group import MESSAGE_TAG
-from stratagem_sharding.buffers import BufferPool, is_pooled
+from stratagem_sharding.memory import BufferPool, is_pooled
 from stratagem_sharding.param_groups import param_groups
 from stratagem_sharding.unit_order import UnitOrder
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from stratagem.errors import ConfigError
 from stratagem_sharding.param_groups import with_gradients
+from stratagem_sharding.sharded_use import few
 from stratagem_sharding.shards import orders
-from stratagem_sharding.wording import few
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives, RunContext
