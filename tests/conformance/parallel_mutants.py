@@ -17,12 +17,12 @@ from parallel_kit import WithExperts
 from stratagem.api import world
 from stratagem.runtime import context as runtime
 from stratagem_parallel import gradients, strategy
-from stratagem_parallel.context import comparison
 from stratagem_parallel.context.attention import SequenceAttention
 from stratagem_parallel.exchange import gather
 from stratagem_parallel.expert import dispatch
 from stratagem_parallel.pipeline import pipeline
-from stratagem_parallel.tensor import moves, rules
+from stratagem_parallel.unchanged.context import comparison
+from stratagem_parallel.unchanged.tensor import moves, rules
 from stratagem_testing import StrategyConformance
 
 TENSOR = {"name": "parallel", "tensor": 2}

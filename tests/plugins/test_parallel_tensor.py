@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem_parallel.tensor import described
-from stratagem_parallel.tensor.auto import derived
-from stratagem_parallel.tensor.loss import _check_in_range
-from stratagem_parallel.tensor.plan import plan_of
-from stratagem_parallel.tensor.slices import Slice
+from stratagem_parallel.derived_plan import derived
+from stratagem_parallel.plan import plan_of
+from stratagem_parallel.unchanged.tensor import described
+from stratagem_parallel.unchanged.tensor.loss import _check_in_range
+from stratagem_parallel.unchanged.tensor.slices import Slice
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem_testing.training import QUIET, outcome, share, weights_of

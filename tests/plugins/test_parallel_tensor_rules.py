@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem_parallel.tensor import PartsBackend
-from stratagem_parallel.tensor.copies import marked
-from stratagem_parallel.tensor.functions import see_slices
-from stratagem_parallel.tensor.moves import Line, TracedStep, all_whole, part_of, summed_part, whole_of
-from stratagem_parallel.tensor.slices import as_slice
+from stratagem_parallel.unchanged.tensor import PartsBackend
+from stratagem_parallel.unchanged.tensor.copies import marked
+from stratagem_parallel.unchanged.tensor.functions import see_slices
+from stratagem_parallel.unchanged.tensor.moves import Line, TracedStep, all_whole, part_of, summed_part, whole_of
+from stratagem_parallel.unchanged.tensor.slices import as_slice
 from stratagem_testing import run_in_processes
 
 

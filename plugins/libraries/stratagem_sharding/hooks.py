@@ -37,7 +37,7 @@ class ShardingHooks:
         assert max_norm is not None, "one of the two limits is set"
         return self.clip_norm(parameters, max_norm)
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_validation_end(self, run: RunContext) -> None:
         reshard(run.model)
 

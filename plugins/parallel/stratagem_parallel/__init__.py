@@ -1,6 +1,6 @@
 """Strategies that cut the model: tensor, sequence, context, pipeline and expert parallelism over one mesh."""
 
-from stratagem_parallel.context import context_mean, context_offset, context_sum, local_attention
+from stratagem_parallel.context.axis import context_mean, context_offset, context_sum, local_attention
 from stratagem_parallel.presets import (
     context_parallel,
     ddp_sequential,

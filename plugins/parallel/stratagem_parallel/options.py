@@ -8,28 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import define, field, fields
 
 from stratagem.api import (
-    CLIP_BY_NORM,
-    CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
     CUSTOM_CLIPPING,
     CUSTOM_STEP,
-    FULL_STATE,
     GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
-    MULTI_PROCESS,
     MULTIPLE_OPTIMIZERS,
-    NO_SYNC,
     SHARDED_PARAMETERS,
-    WITHIN_TEAM,
     Capabilities,
 )
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError, nearest, shown
-from stratagem_parallel.expert.plan import STYLE as EXPERT
+from stratagem_parallel.expert.axis import STYLE as EXPERT
 from stratagem_parallel.layout import SIZES, make_mesh
 from stratagem_parallel.pipeline.balance import check_balance, check_split_points
 from stratagem_parallel.pipeline.schedules import schedule_named
-from stratagem_process_group import ProcessGroupStrategy, group_options_after
+from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 from stratagem_transforms.wrap_policy import check_policy
 
 if TYPE_CHECKING:
@@ -180,9 +174,10 @@ class ParallelOptions(ProcessGroupStrategy):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # options decide
-        provides = {CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MULTI_PROCESS, NO_SYNC, WITHIN_TEAM}
-        if self.pipeline == 1:
-            provides |= {CUSTOM_STEP, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS}
+        provides = set(USUAL)
+        if self.pipeline != 1:
+            provides -= {CUSTOM_STEP, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS}
+        else:
             if self.tensor == self.expert == 1:  # else some gradients are DTensors, and others are not
                 provides.add(CUSTOM_CLIPPING)
             if self.tensor == self.expert == self.shard == 1:  # an optimizer that calls closures joins gradients

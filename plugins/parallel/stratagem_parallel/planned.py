@@ -13,9 +13,9 @@ from stratagem.api.layout import Slot, Timeline
 from stratagem_parallel.description import Held, described, expected_messages
 from stratagem_parallel.pipeline import ownership, timeline
 from stratagem_parallel.pipeline.balance import sizes_of_stages
-from stratagem_parallel.pipeline.schedules import rank_of_stage, schedule_named, stages_per_rank
+from stratagem_parallel.pipeline.schedules import number_of_stages, rank_of_stage, schedule_named
 from stratagem_parallel.pipeline.stages import cut_sequence, pipelined_sequence
-from stratagem_parallel.tensor.plan import plan_of
+from stratagem_parallel.plan import plan_of
 
 if TYPE_CHECKING:
     from stratagem.api.layout import Layout
@@ -49,7 +49,7 @@ def timeline_of(options: Any, mesh: Mesh) -> Timeline | None:
     ranks = mesh.size("pipeline")
     if ranks == 1:
         return None
-    stages = _num_stages(options, ranks)
+    stages = number_of_stages(options, ranks)
     found = timeline.timeline(options.schedule, ranks, options.microbatches or stages, stages, options.checkpoint)
     rows = [_slots(row) for row in found.rows]
     return Timeline(
@@ -71,14 +71,6 @@ def _slots(row: list[tuple[str, int, int] | None]) -> list[Slot]:
     return slots
 
 
-def _num_stages(options: Any, ranks: int) -> int:
-    if not isinstance(options.balance, str):
-        return len(options.balance)
-    if options.split_points is not None:
-        return len(options.split_points) + 1
-    return stages_per_rank(schedule_named(options.schedule)) * ranks
-
-
 def _stages(options: Any, mesh: Mesh, module: nn.Module) -> dict[str, frozenset[int]] | None:
     """Return the positions on `pipeline` that use each tensor of `module`; {} if all do, None if a run decides it."""
     ranks = mesh.size("pipeline")
@@ -88,7 +80,7 @@ def _stages(options: Any, mesh: Mesh, module: nn.Module) -> dict[str, frozenset[
         return None
     where = pipelined_sequence(module)
     layers = [layer for layer in module.get_submodule(where).children() if layer is not None]
-    sizes = sizes_of_stages(options.balance, layers, _num_stages(options, ranks), None, Collectives())
+    sizes = sizes_of_stages(options.balance, layers, number_of_stages(options, ranks), None, Collectives())
     rank_of = functools.partial(rank_of_stage, schedule_named(options.schedule), ranks=ranks)
     return ownership.uses(module, cut_sequence(module, where, sizes), rank_of)
 

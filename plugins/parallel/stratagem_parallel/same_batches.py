@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from stratagem.errors import ConfigError
+from stratagem_process_group.comparison import are_equal
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives, RunContext
@@ -31,9 +32,7 @@ class SameBatches:
         number = self._seen[run.stage]
         if number & (number - 1):
             return
-        mine = fingerprint(batch)
-        largest, smallest = self.over.unchecked.all_reduce(torch.stack([mine, -mine]), "max")
-        if not torch.equal(largest, -smallest):
+        if not are_equal(fingerprint(batch), self.over):
             raise ConfigError(
                 f"ranks that share samples got different batches (batch {number} of stage {run.stage!r})",
                 expected="the same samples on all ranks of the axis tensor",
@@ -47,7 +46,12 @@ def fingerprint(batch: Any) -> torch.Tensor:
     total, shapes = torch.zeros((), dtype=torch.float64), 0
     for index, tensor in enumerate(each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)):
         shapes = (31 * shapes + sum((place + 7) * size for place, size in enumerate(tensor.shape)) + index) % 2**31
-        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        numbers = parts.detach().to(torch.float64).flatten().nan_to_num().cpu()
-        total += (numbers * torch.arange(1, len(numbers) + 1, dtype=torch.float64).sqrt()).sum() * (index + 1)
+        total += weighted_sum(tensor).cpu() * (index + 1)
     return torch.stack([total, torch.tensor(float(shapes), dtype=torch.float64)])
+
+
+def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number that depends on the values of `tensor` and their places."""
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).to(torch.float64).flatten().nan_to_num()
+    return (flat * torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64).sqrt()).sum()

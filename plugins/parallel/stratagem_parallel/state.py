@@ -25,16 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stratagem.api.named_state import (
-    check_weights,
-    load_weights,
-    logical_optimizer_state,
-    physical_optimizer_state,
-    taken_out,
-)
+from stratagem.api.named_state import logical_optimizer_state
 from stratagem.checkpoint.cpu_copies import as_gathered
 from stratagem.errors import CheckpointError
-from stratagem_sharding.shards import gathered, local, shard_like
+from stratagem_sharding.shards import gathered, local
 from stratagem_sharding.shards import whole as whole_of
 
 if TYPE_CHECKING:
@@ -51,14 +45,6 @@ def model_state(module: nn.Module, run: RunContext, stages: Collectives) -> dict
         stages: the ranks of this rank's pipeline.
     """
     return _completed(module.state_dict(), run, stages)
-
-
-def load_model_state(state: Mapping[str, torch.Tensor], module: nn.Module, strict: bool) -> None:
-    """Put the weights of the whole model into the parts of this rank."""
-    own = module.state_dict()
-    check_weights({name: getattr(value, "shape", None) for name, value in own.items()}, state, strict)
-    mine = {name: shard_like(tensor, own.get(name)) for name, tensor in state.items() if not _is_absent(own.get(name))}
-    load_weights(module, mine, strict and len(mine) == len(state))
 
 
 def optimizer_state(
@@ -78,17 +64,6 @@ def optimizer_state(
         entries.setdefault(name, {})[key] = value
     order = [name for group in state["param_groups"] for name in group["params"]]
     return state | {"state": {name: entries[name] for name in order if name in entries}}
-
-
-def load_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Put the state of the whole model's parameters into `optimizer`, which steps the parts of this rank."""
-    own = dict(module.named_parameters())
-    cut = {
-        name: {key: shard_like(value, own.get(name)) for key, value in entry.items()}
-        for name, entry in taken_out(state["state"])
-        if not _is_absent(own.get(name))
-    }
-    optimizer.load_state_dict(physical_optimizer_state(state | {"state": cut}, optimizer, module))
 
 
 # --- What the stages of a pipeline hold --------------------------------------------------------------------------

@@ -13,41 +13,32 @@ from stratagem.api import hookimpl
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem.errors import ConfigError
-from stratagem_parallel import planned
-from stratagem_parallel.clipping import clip_norm
-from stratagem_parallel.context import ContextAxis
+from stratagem_parallel import on_demand, planned
+from stratagem_parallel.context.axis import ContextAxis
 from stratagem_parallel.description import Record
-from stratagem_parallel.expert import ExpertAxis
+from stratagem_parallel.expert.axis import ExpertAxis
 from stratagem_parallel.gradients import GradientAverager, settle
 from stratagem_parallel.layout import SIZES, Groups, axis_of
 from stratagem_parallel.optimizers import stepped_by_kind
 from stratagem_parallel.options import ParallelOptions
 from stratagem_parallel.pipeline.pipeline import Pipeline
-from stratagem_parallel.placement import MODEL_AXES, copies, cut_axes
+from stratagem_parallel.placement import MODEL_AXES, clip_norm, copies, cut_axes
 from stratagem_parallel.same_batches import SameBatches
 from stratagem_parallel.sharded import POLICY, Sharding
-from stratagem_parallel.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from stratagem_parallel.tensor import (
-    PartsBackend,
-    connect,
-    cut_layers,
-    described,
-    named_use,
-    share_parts,
-    whole_outputs,
-)
+from stratagem_parallel.state import model_state, optimizer_state
 from stratagem_process_group import group_options_after
+from stratagem_sharding.hooks import ShardingHooks, wrapped_earlier
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.part_writes import PartWrites
-from stratagem_sharding.shards import clip_values, local
+from stratagem_sharding.shards import local
 from stratagem_sharding.units import units_of
 from stratagem_transforms.wrap_policy import repeated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from stratagem.api import Collectives, Mesh, RunContext, World
@@ -60,7 +51,7 @@ _KINDS = ((False, False), (False, True), (True, False), (True, True))
 
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
-class ParallelStrategy(ParallelOptions):
+class ParallelStrategy(ShardingHooks, ParallelOptions):
     """Cut layers over `tensor`, sequences over `context`, the list of layers over `pipeline`, experts over `expert`.
 
     One mesh has all axes; ``run.mesh`` tells which ranks read the same samples.
@@ -128,7 +119,7 @@ class ParallelStrategy(ParallelOptions):
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
         user = module.get_submodule("module")
         self._stop_averaging()
-        root = self._wrapped_earlier(user) or module
+        root = wrapped_earlier(user, _WRAPPED, self._device_mesh, was="cut") or module
         self._connect_layers(user, run)
         self._share_random_numbers(run)
         self._open_pipeline(user, run)
@@ -152,18 +143,7 @@ class ParallelStrategy(ParallelOptions):
 
     @hookimpl
     def wrap_backend(self, backend: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return PartsBackend(backend) if self._mesh.size("tensor") > 1 else backend
-
-    def _wrapped_earlier(self, user: nn.Module) -> nn.Module | None:
-        """Return what `wrap_model` returned for `user` in an earlier run."""
-        root, mesh = user.__dict__.get(_WRAPPED, (None, self._device_mesh))
-        if mesh != self._device_mesh:
-            raise ConfigError(
-                "the model was cut by an earlier run over other processes",
-                expected="a model that is whole, or the same processes",
-                do="save a checkpoint and load it into a new model",
-            )
-        return root  # type: ignore[no-any-return]
+        return on_demand.tensor().PartsBackend(backend) if self._mesh.size("tensor") > 1 else backend
 
     def _cut(self, module: nn.Module, user: nn.Module, run: RunContext) -> None:
         """Give `user`, which is in `module`, its values, and cut it over all axes. Collective."""
@@ -193,7 +173,7 @@ class ParallelStrategy(ParallelOptions):
 
     def _cut_layers(self, module: nn.Module, fill: Callable[[nn.Module], None], run: RunContext) -> None:
         """Cut the layers of the plan over the axis `tensor`. Collective."""
-        over, mesh = self._groups.over("tensor"), self._device_mesh["tensor"]
+        over, mesh, tensor = self._groups.over("tensor"), self._device_mesh["tensor"], on_demand.tensor()
         user: Any = module.get_submodule("module")
         if module.compiles_steps and not run.compiles:
             raise ConfigError(
@@ -201,15 +181,15 @@ class ParallelStrategy(ParallelOptions):
                 expected="a model that the run compiles",
                 do="give the model with Trainer(compile=True)",
             )
-        share_parts(user, self._groups.over(*(axis_of(size) for size in SIZES if size != "tensor")))
-        self._layers = cut_layers(user, self.plan, over, mesh, fill)
+        tensor.share_parts(user, self._groups.over(*(axis_of(size) for size in SIZES if size != "tensor")))
+        self._layers = tensor.cut_layers(user, self.plan, over, mesh, fill)
         if self.plan == "auto":
-            run.print(described(self._layers, user, over.world_size))
-        module.register_forward_hook(whole_outputs)
+            run.print(tensor.described(self._layers, user, over.world_size))
+        module.register_forward_hook(tensor.whole_outputs)
 
     def _connect_layers(self, user: nn.Module, run: RunContext) -> None:
         if self._mesh.size("tensor") > 1:
-            connect(user, self._groups.over("tensor"), traced=run.compiles)
+            on_demand.tensor().connect(user, self._groups.over("tensor"), traced=run.compiles)
 
     def _share_random_numbers(self, run: RunContext) -> None:
         """Give ranks that read the same samples the same random numbers. Collective."""
@@ -282,7 +262,7 @@ class ParallelStrategy(ParallelOptions):
         if self._sharding is not None:
             steps.insert(0, self._sharding.step(run.model, stage, sync and self._pipeline is None, run))
         if self._mesh.size("tensor") > 1 and run.module is not None:
-            steps.append(named_use(run.module))
+            steps.append(on_demand.tensor().named_use(run.module))
         if stage == "train" and self._record is not None:
             steps.append(self._record.messages.counted(last=sync))
         return _joined([step for step in steps if step is not None])
@@ -353,12 +333,6 @@ class ParallelStrategy(ParallelOptions):
             assert run.module is not None, "it was wrapped"
             over.replicate(local(buffer) for buffer in run.module.buffers() if not buffer.is_meta)
 
-    @hookimpl(optionalhook=True)
-    def on_validation_end(self, run: RunContext) -> None:
-        reshard(run.model)
-
-    on_test_end = on_predict_end = on_validation_end
-
     def _complete_gradients(self) -> None:
         """Wait for the averages, and complete the gradients of parameters that are cut. Collective."""
         for averager in self._averagers:
@@ -367,15 +341,7 @@ class ParallelStrategy(ParallelOptions):
             for parameter in self._parameters:
                 settle(parameter)
 
-    @hookimpl
-    def clip_gradients(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None, max_value: float | None
-    ) -> torch.Tensor | float:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if max_value is not None:
-            clip_values([p.grad for p in parameters if p.grad is not None], max_value)
-            return 0.0
-        assert max_norm is not None, "one of the two limits is set"
+    def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         over = self._groups.over(*MODEL_AXES)
         stages = {} if self._pipeline is None else self._pipeline.copies()
         return clip_norm(parameters, lambda p: copies(p, self._mesh, stages.get(p, 1)), over, max_norm)
@@ -395,25 +361,9 @@ class ParallelStrategy(ParallelOptions):
         return model_state(module, run, self._groups.over("pipeline"))
 
     @hookimpl
-    def load_model_state(
-        self, state: dict[str, torch.Tensor], module: nn.Module, strict: bool, run: RunContext
-    ) -> bool:
-        reshard(run.model)
-        load_model_state(state, module, strict)
-        return True
-
-    @hookimpl
     def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
         reshard(run.model)
         return optimizer_state(optimizer, module, run, self._groups.over("pipeline"))
-
-    @hookimpl
-    def load_optimizer_state(
-        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
-    ) -> bool:
-        reshard(run.model)
-        load_optimizer_state(state, optimizer, module)
-        return True
 
 
 def _joined(steps: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any] | None:

@@ -13,14 +13,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from stratagem.errors import ConfigError
+from stratagem_parallel import on_demand
 from stratagem_parallel.context.attention import SequenceAttention
 from stratagem_parallel.context.batch import part_of, tensors_of, tensors_to_cut
-from stratagem_parallel.context.checks import PositionChecks
-from stratagem_parallel.context.comparison import POSITIONS, difference
 from stratagem_parallel.context.functions import Replacements
-from stratagem_parallel.context.hugging_face import HuggingFaceModels
 from stratagem_parallel.context.losses import MeanOverAllTargets, mean_per_rank
 from stratagem_parallel.exchange import gather
+from stratagem_parallel.same_batches import weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +62,7 @@ class ContextAxis:
             [(self.attention.attend, self.attention), *((loss.loss, loss) for loss in self.losses)]
         )
         self._module: nn.Module | None = None
-        self._models: HuggingFaceModels | None = None
+        self._models: Any = None
         self._handles: list[Any] = []
         #: The step that runs uses `context_offset`.
         self.knows_offset = False
@@ -82,7 +81,7 @@ class ContextAxis:
         """Have predictions gathered and models of Hugging Face called as parts of sequences need it."""
         self.close()
         self._checked, self._compared, self._first = set(), set(), {}
-        self._module, self._models = step_module, HuggingFaceModels(step_module, self)
+        self._module, self._models = step_module, on_demand.sequences().HuggingFaceModels(step_module, self)
         self._handles = [step_module.register_forward_hook(self._gather_predictions)]
 
     def close(self) -> None:
@@ -136,7 +135,7 @@ class ContextAxis:
 
     def _beginning(self, batch: Any, cut: dict[str, Tensor]) -> tuple[Any, Any, int]:
         """Return the first positions of `batch`, this rank's part of them, and the length of a part."""
-        length, size = min(self.length, POSITIONS), self.over.world_size
+        length, size = min(self.length, on_demand.sequences().POSITIONS), self.over.world_size
         first = {name: tensor.narrow(self.dim, 0, length * size) for name, tensor in cut.items()}
         return part_of(batch, first, self.dim, 0, 1), part_of(batch, first, self.dim, self.over.rank, size), length
 
@@ -163,7 +162,7 @@ class ContextAxis:
 
         try:
             self.length, self.is_local = length, False
-            self._difference = difference(
+            self._difference = on_demand.sequences().difference(
                 user, self.over, of_whole, of_parts, run, method, wanted=lambda: not self.is_local
             )
         finally:
@@ -191,7 +190,9 @@ class ContextAxis:
 
     def _check_same(self, cut: dict[str, Tensor], run: RunContext) -> None:
         """Refuse ranks that would compute parts of different batches. Collective."""
-        facts = [(name, tuple(tensor.shape), str(tensor.dtype), _fingerprint(tensor)) for name, tensor in cut.items()]
+        facts = [
+            (name, tuple(tensor.shape), str(tensor.dtype), float(weighted_sum(tensor))) for name, tensor in cut.items()
+        ]
         found = self.over.all_gather_object(facts)
         for rank, other in enumerate(found):
             if other != found[0]:
@@ -224,7 +225,7 @@ class ContextAxis:
             if self.checks and stage not in self._checked and self.length:
                 self._checked.add(stage)
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(PositionChecks(self).checking())
+                stack.enter_context(on_demand.sequences().PositionChecks(self).checking())
             if stage != "train" and run.module is not None:
                 self.compare(run.module, stage, 0, run)
             yield
@@ -323,9 +324,3 @@ def local_attention() -> Iterator[None]:
     _running[-1].is_local = True
     with _running[-1].attention.local():
         yield
-
-
-def _fingerprint(tensor: Tensor) -> float:
-    numbers = tensor.detach().to(torch.float64).flatten().nan_to_num()
-    weights = torch.arange(1, len(numbers) + 1, device=tensor.device, dtype=torch.float64).sqrt()
-    return float((numbers * weights).sum())

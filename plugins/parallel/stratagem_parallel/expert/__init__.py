@@ -1,5 +1,1 @@
 """Expert parallelism: each rank holds some of the experts of every layer."""
-
-from stratagem_parallel.expert.axis import ExpertAxis
-
-__all__ = ["ExpertAxis"]

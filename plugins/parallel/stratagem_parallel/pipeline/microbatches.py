@@ -59,13 +59,6 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def fingerprint(tensor: Tensor) -> float:
-    """Return a number that depends on the values of `tensor` and their places."""
-    flat = tensor.detach()
-    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).to(torch.float64).flatten().nan_to_num()
-    return float((flat * torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64).sqrt()).sum())
-
-
 def _part(batch: Any, size: int, bound: slice) -> Any:
     """Return the samples in `bound`, out of `size`, and values that are not per sample unchanged."""
     if isinstance(batch, Tensor):

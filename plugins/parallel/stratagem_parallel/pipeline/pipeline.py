@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
+from stratagem_parallel import on_demand
 from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.gradients import settle
 from stratagem_parallel.layout import Groups
@@ -19,14 +20,14 @@ from stratagem_parallel.pipeline.balance import sizes_of_stages
 from stratagem_parallel.pipeline.boundaries import Form, zeros_of
 from stratagem_parallel.pipeline.interception import Interception
 from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, combined, send_both
-from stratagem_parallel.pipeline.microbatches import fingerprint, merge, split, tensors_of
+from stratagem_parallel.pipeline.microbatches import merge, split, tensors_of
 from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
 from stratagem_parallel.pipeline.runner import StageRunner, signature
-from stratagem_parallel.pipeline.schedules import check_counts, rank_of_stage, schedule_named, stages_per_rank
+from stratagem_parallel.pipeline.schedules import check_counts, number_of_stages, rank_of_stage, schedule_named
 from stratagem_parallel.pipeline.stages import Cut, cut_sequence, pipelined_sequence
 from stratagem_parallel.pipeline.targets import TargetCounts
-from stratagem_parallel.pipeline.tracing import cut_at
-from stratagem_parallel.tensor.moves import all_whole
+from stratagem_parallel.same_batches import weighted_sum
+from stratagem_process_group.comparison import are_equal
 from stratagem_sharding.param_groups import computed_parameters
 from stratagem_sharding.shards import local
 
@@ -85,7 +86,7 @@ class Pipeline:
             )
         self.runner = StageRunner(
             self.cut, self.among, self.run.device, self.schedule.name, self.microbatches, self.options.checkpoint,
-            whole=all_whole if self.groups.mesh.size("tensor") > 1 else lambda value: value,
+            whole=on_demand.tensor().all_whole if self.groups.mesh.size("tensor") > 1 else lambda value: value,
         )  # fmt: skip
         self._interception = Interception(user.get_submodule(self.cut.where), self.cut.where, self._called)
 
@@ -101,19 +102,14 @@ class Pipeline:
         return [self._rank_of(stage) for stage in range(len(cut.stages))]
 
     def _cut(self, user: nn.Module) -> Cut:
-        options = self.options
-        if options.split_points is not None:
-            stages = len(options.split_points) + 1
-            check_counts(self.schedule, self.ranks, stages, options.microbatches or stages)
-            return cut_at(user, list(options.split_points))
-        where = pipelined_sequence(user)
-        layers = list(user.get_submodule(where)._modules.values())
-        given = None if isinstance(options.balance, str) else len(options.balance)
-        stages = given or stages_per_rank(self.schedule) * self.ranks
+        options, stages = self.options, number_of_stages(self.options, self.ranks)
+        where = "" if options.split_points is not None else pipelined_sequence(user)
         check_counts(self.schedule, self.ranks, stages, options.microbatches or stages)
+        if options.split_points is not None:
+            return on_demand.tracing().cut_at(user, list(options.split_points))  # type: ignore[no-any-return]
+        layers = [layer for layer in user.get_submodule(where)._modules.values() if layer is not None]
         example = getattr(user, "example_input_array", None)
-        present = [layer for layer in layers if layer is not None]
-        sizes = sizes_of_stages(options.balance, present, stages, example, self.among, self.run.device)
+        sizes = sizes_of_stages(options.balance, layers, stages, example, self.among, self.run.device)
         return cut_sequence(user, where, sizes)
 
     def filling_own(self, fill: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
@@ -219,11 +215,9 @@ class Pipeline:
         Values are compared in the first step and for new shapes, shapes in all steps: messages depend on them.
         """
         known = self.runner.knows(key)
-        facts = [] if known else [fingerprint(each) for each in tensors_of(batch)]
+        facts = [] if known else [float(weighted_sum(each)) for each in tensors_of(batch)]
         number = zlib.crc32(str((key, known, facts)).encode())
-        extremes = torch.tensor([number, -number], dtype=torch.int64)  # on the host, which reads them
-        largest, smallest = self.among.unchecked.all_reduce(extremes, "max").tolist()
-        if largest == -smallest:
+        if are_equal(torch.tensor(number), self.among):
             return
         found = self.among.all_gather_object(number)
         rank = next((rank for rank, each in enumerate(found) if each != found[0]), None)

@@ -68,6 +68,15 @@ def stages_per_rank(schedule: Schedule) -> int:
     return 1 if schedule.style == "single" else 2
 
 
+def number_of_stages(options: Any, ranks: int) -> int:
+    """Return how many stages the strategy's `options` make on `ranks`."""
+    if not isinstance(options.balance, str):
+        return len(options.balance)
+    if options.split_points is not None:
+        return len(options.split_points) + 1
+    return stages_per_rank(schedule_named(options.schedule)) * ranks
+
+
 def rank_of_stage(schedule: Schedule, stage: int, ranks: int) -> int:
     """Return the rank that computes `stage`."""
     return stage if schedule.style == "v" and stage < ranks else (

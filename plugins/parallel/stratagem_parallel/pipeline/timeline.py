@@ -6,12 +6,7 @@ from typing import Any
 
 from attrs import frozen
 
-from stratagem_parallel.pipeline.schedules import (
-    Action,
-    computations,
-    schedule_named,
-    stages_per_rank,
-)
+from stratagem_parallel.pipeline.schedules import Action, computations, schedule_named, stages_per_rank
 
 #: Slots that a computation takes, where forward of one stage takes one; the two parts of backward as long each.
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}

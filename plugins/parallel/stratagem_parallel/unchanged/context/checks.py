@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.context import mixing
-from stratagem_parallel.context.sums import kept_loss, sum_over_positions
+from stratagem_parallel.unchanged.context import mixing
 
 if TYPE_CHECKING:
-    from stratagem_parallel.context.part import Part
+    from stratagem_parallel.unchanged.context.part import Part
 
 #: Methods and functions that reduce or reorder along a dimension, their second argument.
 _ALONG = {
@@ -105,13 +105,13 @@ class PositionChecks(TorchFunctionMode):
             self._refuse(found)
 
     def _check_loss(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        kept = kept_loss(function, args, options, self.axis)
+        kept = mixing.kept_loss(function, args, options, self.axis)
         if kept:
             self._refuse(
                 f"calls {kept} under a reference that it kept",
                 f"call torch.nn.functional.{kept}, which counts the targets of all parts",
             )
-        found = "" if self._sum else sum_over_positions(function, args, options, self.axis)
+        found = "" if self._sum else mixing.sum_over_positions(function, args, options, self.axis)
         if found:
             self._sum = f"{_caller()} {found}"
 
@@ -173,7 +173,7 @@ class PositionChecks(TorchFunctionMode):
                 f"computes softmax of a tensor of shape {tuple(tensor.shape)}: attention within a part",
                 'call scaled_dot_product_attention (attn_implementation="sdpa" for a model of Hugging Face)',
             )
-        if name in _ADDS:  # those of all positions are a loss: see `sums`
+        if name in _ADDS:  # those of all positions are a loss: see [Note: sums] in `mixing`
             is_part = tensor.dim() > len(dims) + 1 and self._is_part(tensor)
         else:
             is_part = self._is_part(tensor) if tensor.dim() > 2 else tensor.shape == (self.axis.samples, length)
@@ -229,7 +229,7 @@ def _shown(each: slice) -> str:
 
 def _caller() -> str:
     """Return the function and line of the call, outside of torch and of this package."""
-    own, torch_folder = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+    own, torch_folder = str(Path(__file__).parents[2]), os.path.dirname(torch.__file__)
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((own, torch_folder)):
         frame = frame.f_back

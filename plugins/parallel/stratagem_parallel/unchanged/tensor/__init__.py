@@ -12,13 +12,13 @@ from attrs import frozen
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.tensor import rules as rules  # slices need them
-from stratagem_parallel.tensor.copies import without_marks
-from stratagem_parallel.tensor.cutting import cut, styled
-from stratagem_parallel.tensor.functions import see_slices
-from stratagem_parallel.tensor.moves import Line, TracedStep, all_whole
-from stratagem_parallel.tensor.plan import plan_of
-from stratagem_parallel.tensor.slices import Slice, part_of_slice
+from stratagem_parallel.plan import plan_of
+from stratagem_parallel.unchanged.tensor import rules as rules  # slices need them
+from stratagem_parallel.unchanged.tensor.copies import without_marks
+from stratagem_parallel.unchanged.tensor.cutting import cut, styled
+from stratagem_parallel.unchanged.tensor.functions import see_slices
+from stratagem_parallel.unchanged.tensor.moves import Line, TracedStep, all_whole
+from stratagem_parallel.unchanged.tensor.slices import Slice, part_of_slice
 from stratagem_sharding.sharded_use import is_sharded_use, tensors_in_use
 from stratagem_transforms.activation_checkpointing import Selective
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from stratagem.api import Collectives
 
-__all__ = ["PartsBackend", "connect", "cut_layers", "described", "named_use", "share_parts", "whole_outputs"]
+__all__ = [
+    "PartsBackend", "all_whole", "connect", "cut_layers", "described", "named_use", "share_parts", "whole_outputs",
+]  # fmt: skip
 
 #: Where a module that was cut remembers the ranks that hold its parts.
 _LINE = "_stratagem_tensor_line"

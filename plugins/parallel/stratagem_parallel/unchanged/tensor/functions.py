@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from stratagem_parallel.tensor.moves import whole
-from stratagem_parallel.tensor.operands import layout_of
-from stratagem_parallel.tensor.slices import Slice, as_slice, part_of_slice
+from stratagem_parallel.unchanged.tensor.moves import whole
+from stratagem_parallel.unchanged.tensor.operands import layout_of
+from stratagem_parallel.unchanged.tensor.slices import Slice, as_slice, part_of_slice
 
 #: Where a class of the program's keeps its subclass.
 _OF_SLICES = "_stratagem_of_slices"

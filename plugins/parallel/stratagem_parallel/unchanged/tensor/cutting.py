@@ -14,11 +14,12 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from stratagem.api.parameters import take_place
 from stratagem.errors import ConfigError
 from stratagem_parallel.placement import check_no_hooks
-from stratagem_parallel.tensor.styles import WHOLE, Foreign, Rowwise, Style, check_embedding, style_class
+from stratagem_parallel.plan import WHOLE
+from stratagem_parallel.unchanged.tensor.styles import Foreign, Rowwise, Style, check_embedding, style_class
 
 if TYPE_CHECKING:
-    from stratagem_parallel.tensor.moves import Line
-    from stratagem_parallel.tensor.styles import Plan
+    from stratagem_parallel.derived_plan import Plan
+    from stratagem_parallel.unchanged.tensor.moves import Line
 
 #: Layers by name with their styles, ready to be cut.
 Styled = dict[str, tuple[nn.Module, Style, Any]]
@@ -128,7 +129,8 @@ def _holders(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 def cut(module: nn.Module, layers: Styled, line: Line, fill: Callable[[nn.Module], None]) -> None:
     """Cut `layers` of `module`, one after the other: a rank holds at most one whole layer that had no values."""
     for part, style, foreign in layers.values():
-        holders = {key: _holders_of(module, part._parameters[key]) for key in style.cuts if key in part._parameters}
+        by_parameter = _holders(module)
+        holders = {key: by_parameter[id(part._parameters[key])] for key in style.cuts if key in part._parameters}
         fill(part)
         for key, where in holders.items():
             whole = part._parameters[key]
@@ -143,19 +145,11 @@ def cut(module: nn.Module, layers: Styled, line: Line, fill: Callable[[nn.Module
         style.attach(part)
 
 
-def _holders_of(module: nn.Module, parameter: Any) -> list[tuple[nn.Module, str]]:
-    return [
-        (part, key)
-        for part in module.modules()
-        for key, each in part._parameters.items()
-        if each is parameter and each is not None
-    ]
-
-
 def _cut_by_torch(module: nn.Module, part: nn.Module, style: ParallelStyle, line: Line) -> None:
     """Let torch cut `part` in its own `style`, and tie again what other layers share with it."""
+    holders = _holders(module)
     shared = {
-        (inner, key): (parameter, _holders_of(module, parameter))
+        (inner, key): (parameter, holders[id(parameter)])
         for inner in part.modules()
         for key, parameter in inner._parameters.items()
         if parameter is not None

@@ -1,20 +1,20 @@
 """Derive a plan: pairs of linear layers, of which the second takes what the first ones compute, and vocabularies.
 
-Any plan computes the right values (see [Note: slices] in `slices`); what is proven here is that ranks need not gather
-activations: shapes match, and heads divide.
+Any plan computes the right values (see [Note: slices] in `unchanged.tensor.slices`); what is proven here is that ranks
+need not gather activations: shapes match, and heads divide.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from stratagem.errors import ConfigError
 
-if TYPE_CHECKING:
-    from stratagem_parallel.tensor.styles import Plan
+#: Styles by names of layers.
+Plan = dict[str, Any]
 
 #: Attributes in which attention layers keep their numbers of heads.
 HEADS = (

@@ -10,17 +10,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.tensor.moves import all_whole, for_parts, part_of, renumbered, summed, summed_part, whole
-from stratagem_parallel.tensor.slices import Slice, as_slice, part_of_slice
+from stratagem_parallel.plan import WHOLE
+from stratagem_parallel.unchanged.tensor.moves import (
+    all_whole,
+    for_parts,
+    part_of,
+    renumbered,
+    summed,
+    summed_part,
+    whole,
+)
+from stratagem_parallel.unchanged.tensor.slices import Slice, as_slice, part_of_slice
 from stratagem_sharding.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stratagem_parallel.tensor.moves import Line
-
-#: Styles by names of layers.
-Plan = dict[str, Any]
+    from stratagem_parallel.plan import WHOLE
+from stratagem_parallel.unchanged.tensor.moves import Line
 
 #: The dimension of activations that holds the sequence: the last but one, before the features.
 SEQUENCE_DIM = -2
@@ -292,6 +299,7 @@ def _size(module: nn.Module, dim: int) -> int:
     return weight.shape[dim]
 
 
+#: The class of each of `plan.CUTTING`, for a Linear and for an Embedding.
 _STYLES: dict[str, tuple[type[Style] | None, type[Style] | None]] = {
     "colwise": (Colwise, ColwiseEmbedding),
     "rowwise": (Rowwise, VocabEmbedding),
@@ -303,9 +311,6 @@ _STYLES: dict[str, tuple[type[Style] | None, type[Style] | None]] = {
     "rowwise_split_input": (Rowwise, None),
     "embedding_rowwise": (None, VocabEmbedding),
 }
-#: Styles that keep a layer's parameters replicated.
-WHOLE = ("sequence", "replicate", "replicated_with_grad_allreduce")
-NAMES = (*_STYLES, *WHOLE)
 
 
 def style_class(name: str, module: nn.Module) -> type[Style] | None:

@@ -1,14 +1,22 @@
-"""What rules have in common: which dimension operands are cut along, and the parts that go together."""
+"""What rules have in common: which dimension operands are cut along, the parts that go together, random numbers.
+
+[Note: dropout of parts]
+The generators of the ranks of the axis `tensor` have equal states, so that replicated activations get equal dropout.
+That of a part is to differ. Its seed is drawn from the default generator: it is the same in a repeated forward
+(activation checkpointing), for which the generator's state is put back.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stratagem_parallel.tensor.moves import Line, part_of, used_by_parts
-from stratagem_parallel.tensor.slices import Slice, plain
+from stratagem_parallel.unchanged.tensor.moves import Line, part_of, used_by_parts
+from stratagem_parallel.unchanged.tensor.slices import Slice, plain
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
@@ -54,3 +62,20 @@ def is_plain_part(value: Any, from_right: int, size: int, line: Line) -> bool:
     if not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() == -1:
         return False  # a program's, in forward
     return value.shape[-from_right] not in (1, size) and value.shape[-from_right] == line.bounds(size)[1]
+
+
+# --- Random numbers ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def of_this_part(line: Line, device: torch.device) -> Iterator[None]:
+    """Within: random numbers on `device` are those of this rank's part; see [Note: dropout of parts]."""
+    seed = int(torch.randint(2**62, ()))
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        own = (seed + 0x9E3779B97F4A7C15 * (line.rank + 1)) % 2**63
+        if devices:
+            torch.get_device_module(device).manual_seed(own)
+        else:
+            torch.default_generator.manual_seed(own)
+        yield

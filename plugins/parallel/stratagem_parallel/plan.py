@@ -12,9 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from stratagem.errors import ConfigError, nearest, shown
-from stratagem_parallel.expert.plan import STYLE as EXPERT
-from stratagem_parallel.tensor.auto import derived
-from stratagem_parallel.tensor.styles import NAMES, Plan
+from stratagem_parallel.derived_plan import Plan, derived
+from stratagem_parallel.expert.axis import STYLE as EXPERT
+
+#: Styles that cut the layer's parameters, and those that keep them replicated.
+CUTTING = (
+    "colwise", "rowwise", "vocab", "colwise_gather_output",
+    "packed_colwise", "packed_rowwise", "rowwise_split_input", "embedding_rowwise",  # of Hugging Face's models
+)  # fmt: skip
+WHOLE = ("sequence", "replicate", "replicated_with_grad_allreduce")
+NAMES = (*CUTTING, *WHOLE)
 
 
 def plan_of(module: nn.Module, option: Any, size: int) -> tuple[Plan, str]:
