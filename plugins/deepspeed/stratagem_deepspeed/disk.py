@@ -235,17 +235,14 @@ def _reserve(path: str, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
+        free = shutil.disk_usage(os.path.dirname(path)).free
         raise StratagemError(
-            f"{path} needs {size / 1e6:.1f} MB for what is offloaded, and the disk has {_free(path)} "
+            f"{path} needs {size / 1e6:.1f} MB for what is offloaded, and the disk has {free / 1e6:.1f} MB "
             f"({error.strerror})",
             do="free disk space, or set another nvme_path",
         ) from error
     finally:
         os.close(descriptor)
-
-
-def _free(path: str) -> str:
-    return f"{shutil.disk_usage(os.path.dirname(path)).free / 1e6:.1f} MB"
 
 
 def patch_swapper(swapper: Any) -> None:

@@ -255,7 +255,7 @@ class EngineModule(nn.Module):
                 engine.optimizer.empty_partition_cache()  # parameters that are still being gathered
                 clear_model_caches()
             engine.destroy()
-            engine.__dict__["destroy"] = _nothing  # its finalizer would destroy state of the next engine
+            engine.__dict__["destroy"] = lambda: None  # its finalizer would destroy state of the next engine
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
             for parameter in self.step.parameters():
@@ -268,10 +268,6 @@ class EngineModule(nn.Module):
             self.gradient_order = None
         if isinstance(self.step, AutocastSteps):
             self.step.stop()
-
-
-def _nothing() -> None:
-    pass
 
 
 def stop_earlier(module: nn.Module) -> None:

@@ -56,11 +56,6 @@ def of_model(
     return EngineState(without_values(tensors), facts, engine=engine)
 
 
-def of_optimizer(engine: Any) -> EngineState:
-    """Return the state of the optimizer in `engine`."""
-    return EngineState({}, {}, engine=engine)
-
-
 def load_model(held: EngineState, engine: Any, zero: Any, module: nn.Module, strict: bool, run: RunContext) -> None:
     """Load the weights of `held` into the model. Collective.
 

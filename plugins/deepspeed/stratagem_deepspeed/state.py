@@ -191,7 +191,7 @@ def load_model_state(
                     piece.of(flat.tensor).copy_(piece.of_whole(given[id(piece.parameter)]))
             if hasattr(zero, "_reassign_or_swap_out_partitioned_parameters"):
                 zero._reassign_or_swap_out_partitioned_parameters(flat.index)
-    stepped = _stepped(zero)
+    stepped = set() if zero is None else {id(parameter) for group in _layout(zero)[0] for parameter in group}
     with torch.no_grad():
         for value in own.values():
             if not isinstance(value, torch.Tensor) or id(value) not in given:
@@ -205,10 +205,6 @@ def load_model_state(
         key = f"{name}.{_EXTRA}" if name else _EXTRA
         if key in state:
             part.set_extra_state(state[key])
-
-
-def _stepped(zero: Any) -> set[int]:
-    return set() if zero is None else {id(parameter) for group in _layout(zero)[0] for parameter in group}
 
 
 def _scatter(parameter: Any, whole: torch.Tensor) -> None:

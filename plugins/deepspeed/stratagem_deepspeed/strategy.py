@@ -156,7 +156,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         start.join(run)
         start.count_bytes(run)
         self._use_disk(run)
-        config, dtype = self._config(run), self._dtype(run)
+        config, dtype = self._config(run), self.engine_dtype(run.policy)
         assert self._layers is not None, "made when the ranks connected"
         self._layers.configure(config.get("activation_checkpointing", {}), self.zero_stage, module)
         if self.zero_stage == 3:
@@ -195,12 +195,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def _watched(self) -> Any:
         return contextlib.nullcontext() if self._disk is None else self._disk.watched()
 
-    def _dtype(self, run: RunContext) -> torch.dtype | None:
-        return self.engine_dtype(run.policy)
-
     def _maker(self, module: nn.Module, config: dict[str, Any], run: RunContext) -> Any:
         """Return the ``deepspeed.zero.Init`` that partitions the parameters of `module`."""
-        dtype = self._dtype(run)
+        dtype = self.engine_dtype(run.policy)
         watched = contextlib.nullcontext()
         if device_of(self.zero, "offload_param") == "nvme":
             check_parameters(module, config, dtype, run.world_size, self.called)
@@ -232,7 +229,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         assert self._model is not None, "wrapped before"
         assert run.module is not None, "wrapped before"
         if run.stage == "train" or self.zero_stage == 3:
-            check_dtypes(run.module, self._dtype(run))
+            check_dtypes(run.module, self.engine_dtype(run.policy))
         if self.zero_stage:
             _check_dense(run.module)
         config = self._config(run)
@@ -324,7 +321,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     @hookimpl
     def optimizer_step(self, run: RunContext) -> bool:
         stepped: bool = run.model.step_optimizer()
-        if not stepped and self._dtype(run) is not torch.float16 and run.is_global_zero:
+        if not stepped and self.engine_dtype(run.policy) is not torch.float16 and run.is_global_zero:
             warnings.warn(
                 "DeepSpeed skipped a step: the norm of its gradients is not finite (trainer.position.skipped_steps "
                 "counts such steps)",
@@ -390,7 +387,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     @hookimpl
     def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
         if native.takes_over(run):
-            return engine_state.of_optimizer(self._engine)
+            return engine_state.EngineState({}, {}, engine=self._engine)
         if self._zero is None:
             return logical_optimizer_state(optimizer, module)
         return logical.optimizer_state(self._zero, module, self._groups, run)

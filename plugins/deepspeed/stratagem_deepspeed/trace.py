@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
 import itertools
 import json
 import threading
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stratagem.distributed.comparison import fingerprint
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class LayerTrace:
         """Check with an all-reduce that all ranks reach `what`. Collective."""
         import torch.distributed as dist
 
-        mine = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+        mine = fingerprint(what)
         extremes = torch.tensor([mine, -mine])
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.group, async_op=True)
         while not _is_done(work):
