@@ -10,12 +10,12 @@ from attrs import define, field
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.tensor import DTensor
 
 from stratagem.api import hookimpl
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.distributed.backends import backends_of
 from stratagem.errors import ConfigError
-from stratagem_fsdp.clipping import clip_norm
 from stratagem_fsdp.options import FSDPOptions
 from stratagem_process_group import group_options_after
 from stratagem_sharding.hooks import ShardingHooks, wrapped_earlier
@@ -24,7 +24,7 @@ from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import check_backend, device_mesh
 from stratagem_sharding.param_groups import reshard, send_through_hooks
 from stratagem_sharding.part_writes import PartWrites
-from stratagem_sharding.shards import gathered
+from stratagem_sharding.shards import gathered, local
 from stratagem_sharding.steps import ShardedSteps
 from stratagem_sharding.units import mark_unit, shard_units, units_of
 from stratagem_transforms.activation_checkpointing import recompute
@@ -190,7 +190,18 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
             return (yield)
 
     def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
-        return clip_norm([parameter.grad for parameter in parameters if parameter.grad is not None], max_norm)
+        # Shards have to be summed over the ranks, whole gradients must not be.
+        sharded = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
+        whole = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+        norms = [torch.nn.utils.get_total_norm(some) for some in (sharded, whole) if some]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        shards = [local(p.grad) for p in parameters if p.grad is not None]
+        for device, dtype in {(shard.device, shard.dtype) for shard in shards}:
+            same = [shard for shard in shards if (shard.device, shard.dtype) == (device, dtype)]
+            torch._foreach_mul_(same, factor.to(device, dtype))
+        return total
 
     def _average_scalars(self, run: RunContext) -> None:
         reached = {name: parameter for name, parameter in self._scalars if parameter.grad is not None}

@@ -84,7 +84,9 @@ def clip_norm(
     dtype = torch.float64 if device.type == "cpu" else torch.float32  # the same on ranks without gradients
     total = torch.zeros((), device=device, dtype=dtype)
     for (number, _), parts in by_copies.items():
-        norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(parts, dtype=_precise(parts))])
+        is_wide = any(part.dtype == torch.float64 for part in parts)  # the norm of 16-bit gradients may overflow them
+        wide = torch.float64 if is_wide else torch.float32
+        norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(parts, dtype=wide)])
         total += norms.square().sum() / number
     if over.world_size > 1:
         total = over.unchecked.all_reduce(total, "sum")
@@ -93,8 +95,3 @@ def clip_norm(
     for parts in by_copies.values():
         torch._foreach_mul_(parts, factor.to(parts[0].device))
     return norm.float()
-
-
-def _precise(parts: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return a dtype in which the norm of 16-bit gradients does not overflow."""
-    return torch.float64 if any(part.dtype in (torch.float64, torch.complex128) for part in parts) else torch.float32

@@ -299,7 +299,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         """Within: what backward computes again is computed as in the step, which a user's own loop has left."""
         with contextlib.ExitStack() as stack:
             if self._context is not None:
-                stack.enter_context(self._context.recomputing())
+                stack.enter_context(self._context.computing())
             if self._expert is not None:
                 stack.enter_context(self._expert.step())
             yield

@@ -219,7 +219,7 @@ class ContextAxis:
         """Within: attention is over whole sequences, and losses are means over all of their targets."""
         self.knows_offset = self.knows_sums = False
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._computing())
+            stack.enter_context(self.computing())
             if stage == "train":
                 stack.enter_context(own_random_numbers(self.over.rank, run.device))
             if self.checks and stage not in self._checked and self.length:
@@ -234,13 +234,8 @@ class ContextAxis:
             raise error
 
     @contextlib.contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Within a backward that runs after the step's context: what is computed again is computed as in the step."""
-        with self._computing():
-            yield
-
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
+        """Within: a step computes, or a backward after its context, which computes again what the step did."""
         if self.is_running:
             yield
             return

@@ -262,15 +262,13 @@ class _TrainingStep:
     """One batch: `training_step` of each micro-batch, see [Note: the step of a micro-batch]."""
 
     def __init__(self, pipeline: Pipeline, parts: list[Any], batch_idx: int, divisor: int) -> None:
+        assert pipeline._interception is not None, "the pipeline is open"
+        self.interception = pipeline._interception
         self.pipeline, self.parts, self.batch_idx = pipeline, parts, batch_idx
         self.factor = 1 / (len(parts) * divisor)
         self.logs: list[MicrobatchLog] = []
         self.losses: list[torch.Tensor] = []
         self.extras: list[dict[str, Any]] = []
-
-    def _interception(self) -> Interception:
-        assert self.pipeline._interception is not None, "the pipeline is open"
-        return self.pipeline._interception
 
     def _training_step(self, microbatch: int) -> Any:
         try:
@@ -294,7 +292,7 @@ class _TrainingStep:
     def capture(self, microbatch: int) -> Any:
         """Return the input of the first stage."""
         with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
-            called = self._interception().captured(lambda: self._training_step(microbatch))
+            called = self.interception.captured(lambda: self._training_step(microbatch))
         return self.pipeline.cut.bind(*called.arguments, **called.options)
 
     def count_targets(self, form: Form) -> None:
@@ -303,7 +301,7 @@ class _TrainingStep:
         def step(microbatch: int) -> None:
             output = zeros_of(form, self.pipeline.runner.device)
             with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
-                self._interception().answered(lambda: self._training_step(microbatch), output)
+                self.interception.answered(lambda: self._training_step(microbatch), output)
 
         with torch.no_grad(), unchanged([self.pipeline.user]):
             self.pipeline.targets.count(step, len(self.parts))
@@ -314,7 +312,7 @@ class _TrainingStep:
         log = MicrobatchLog()
         targets = self.pipeline.targets.weighing(microbatch)
         with log.of(self.pipeline.user), self._generators(microbatch), targets:
-            result = self._interception().answered(lambda: self._training_step(microbatch), output)
+            result = self.interception.answered(lambda: self._training_step(microbatch), output)
         self.logs.append(log)
         loss = result.get("loss") if isinstance(result, dict) else result
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):

@@ -157,18 +157,10 @@ class PositionChecks(TorchFunctionMode):
             return
         place = _PLACE_OF_DIM.get(name, 1)
         given = options.get("dim", options.get("axis", args[place] if len(args) > place else _DEFAULT_DIM.get(name)))
-        dims = {
-            each % tensor.dim()
-            for each in (given if isinstance(given, tuple | list) else (given,))
-            if type(each) is int
-        }
+        dims = mixing.dims_of(given, tensor)
         length = self.axis.length
-        if (
-            name == "softmax"
-            and tensor.dim() > 2
-            and tensor.dim() - 1 in dims
-            and tensor.shape[-2:] == (length, length)
-        ):
+        is_last = tensor.dim() > 2 and tensor.dim() - 1 in dims
+        if name == "softmax" and is_last and tensor.shape[-2:] == (length, length):
             self._refuse(
                 f"computes softmax of a tensor of shape {tuple(tensor.shape)}: attention within a part",
                 'call scaled_dot_product_attention (attn_implementation="sdpa" for a model of Hugging Face)',

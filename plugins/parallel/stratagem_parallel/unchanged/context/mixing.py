@@ -40,6 +40,12 @@ def is_flat(tensor: Tensor, axis: Part) -> bool:
     return tensor.dim() > 0 and axis.dim > 0 and tensor.shape[0] == axis.samples * axis.length
 
 
+def dims_of(given: Any, tensor: Tensor) -> set[int]:
+    """Return the dimensions of `tensor` that a function was `given`, as a number or as several."""
+    each_given = given if isinstance(given, tuple | list) else (given,)
+    return {each % tensor.dim() for each in each_given if type(each) is int}
+
+
 def _argument(args: Arguments, options: Options, place: int, name: str, default: Any = None) -> Any:
     return args[place] if len(args) > place else options.get(name, default)
 
@@ -169,11 +175,7 @@ def sum_over_positions(function: Any, args: Arguments, options: Options, axis: P
         return ""
     if name == "sum":
         given = options.get("dim", options.get("axis", args[1] if len(args) > 1 else None))
-        dims = {
-            each % tensor.dim()
-            for each in (given if isinstance(given, tuple | list) else (given,))
-            if type(each) is int
-        }
+        dims = dims_of(given, tensor)
         over = 0 if is_flat(tensor, axis) else axis.dim
         return "computes a sum over the positions of a part" if not dims or over in dims else ""
     mask = args[1] if len(args) > 1 else options.get("mask")
