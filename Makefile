@@ -134,7 +134,7 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): $(VENV)/bin/python pyproject.toml core/pyproject.toml plugins/all.txt $(wildcard plugins/*/pyproject.toml plugins/*/*/pyproject.toml)
+$(STAMP): $(VENV)/bin/python pyproject.toml core/pyproject.toml plugins/all.txt $(wildcard plugins/*/pyproject.toml)
 	$(PIP) "hatchling>=1.26" "flit_core>=3.11" uv
 	$(PIP) "$(TORCH)" numpy
 	$(call INSTALL,--no-build-isolation -r plugins/all.txt)

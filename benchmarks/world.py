@@ -32,7 +32,7 @@ from stratagem.checkpoint.rank_rows import states_of_ranks
 from stratagem.distributed.attempts import agree_on_generation
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.distributed.store import TCPKeyValueStore
-from stratagem_checkpoint_sharded.layout import Plan
+from stratagem_checkpoints.shards.plan import Plan
 from stratagem_peer_diagnosis.failure_reports import FailureReports
 
 LIMIT = datetime.timedelta(seconds=300)

@@ -45,7 +45,7 @@ class Project:
 def projects() -> list[Project]:
     """Return what is released; contrib/template is what `stratagem plugins new` writes, and no package of ours."""
     found = []
-    for pattern in ("pyproject.toml", "core/pyproject.toml", "plugins/**/pyproject.toml", "contrib/*/pyproject.toml"):
+    for pattern in ("pyproject.toml", "core/pyproject.toml", "plugins/*/pyproject.toml", "contrib/*/pyproject.toml"):
         for path in sorted(ROOT.glob(pattern)):
             if path.parent.name != "template":
                 project = tomllib.loads(path.read_text())["project"]

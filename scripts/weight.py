@@ -45,7 +45,7 @@ def packages() -> list[Path]:
     """Return the folders of the repository that are counted apart: the engine, its layers, each package, the tests."""
     engine = ROOT / "core" / "stratagem"
     layers = sorted(path for path in engine.iterdir() if (path / "__init__.py").exists())
-    plugins = sorted(path.parent for path in ROOT.glob("plugins/**/pyproject.toml"))
+    plugins = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
     return [engine, *layers, ROOT / "plugins", *plugins, ROOT / "contrib", ROOT / "tests", ROOT / "benchmarks"]
 
 

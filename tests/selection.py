@@ -253,7 +253,7 @@ def _relative(path: Path) -> str:
 def _module(path: Path) -> str:
     """Return the dotted name of a source, which has its distribution's folder before it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts[1 if parts[0] == "core" else 3 if parts[1] == "checkpoints" else 2 :]
+    parts = parts[1 if parts[0] == "core" else 2 :]
     return ".".join(part for part in parts if part != "__init__")
 
 

@@ -10,7 +10,7 @@ from stratagem.discovery import registry
 from stratagem_testing.command import check
 
 ROOT = Path(__file__).parents[2]
-OURS = "\n".join(path.read_text() for path in ROOT.glob("plugins/**/pyproject.toml"))
+OURS = "\n".join(path.read_text() for path in ROOT.glob("plugins/*/pyproject.toml"))
 #: Cannot be made from a name alone, or needs a device, or a model with experts (test_parallel.py has one).
 NOT_BY_NAME = {"lambda", "gpu", "expert_parallel"}
 #: Need options, a logger, another number of processes or a tolerance, which only their classes in this folder state.

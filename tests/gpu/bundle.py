@@ -75,7 +75,7 @@ def copy_sources(folder: Path) -> None:
 
 def build(folder: Path) -> None:
     """Write wheels of stratagem and all its plugins into `folder`."""
-    projects = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("plugins/**/pyproject.toml")))]
+    projects = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("plugins/*/pyproject.toml")))]
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *projects)
 
 
@@ -87,7 +87,11 @@ def packages(python: str) -> dict[str, str]:
     ]  # fmt: skip
     needed: dict[str, str] = {}
     nothing: frozenset[str] = frozenset()
-    waiting = [("stratagem-core", frozenset({"cli"})), *((name, nothing) for name in (*ours, *TOOLS))]
+    chosen = {"stratagem-core": {"cli"}, "stratagem-checkpoints": {"safetensors"}}
+    waiting = [
+        *((name, frozenset(extras)) for name, extras in chosen.items()),
+        *((name, nothing) for name in (*ours, *TOOLS)),
+    ]
     seen = set()
     while waiting:
         name, extras = waiting.pop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import subprocess
 import sys
@@ -31,15 +30,16 @@ def held_back(format_name):
     """Make every write of this process wait for an event; return the event."""
     go_on = threading.Event()
     if format_name == "sharded":
-        from stratagem_checkpoint_sharded import folder as module
+        import stratagem_checkpoints.shards as module
 
         name = "_write_parts"
     elif format_name == "dcp":
-        import stratagem_checkpoint_dcp as module
+        import stratagem_checkpoints.dcp as module
 
         name = "_save"
     else:
-        module = importlib.import_module(f"stratagem_checkpoint_{format_name}")
+        import stratagem_checkpoints.engine as module
+
         name = "publish_file"
     plain = getattr(module, name)
 
@@ -94,11 +94,11 @@ def _fails_in_the_background(rank, world_size, checkpoint, path, batches):
     """Rank 0's disk is full; return the step at which this rank was told, and how."""
     if rank == 0:
         if checkpoint == "sharded":
-            from stratagem_checkpoint_sharded import folder as module
+            import stratagem_checkpoints.shards as module
 
             module._write_parts = _disk_full
         elif checkpoint == "dcp":
-            import stratagem_checkpoint_dcp as module
+            import stratagem_checkpoints.dcp as module
 
             module._checksums = _disk_full  # torch's save before it is collective
         else:
@@ -178,9 +178,9 @@ def test_the_older_one_goes_only_when_the_new_one_is_whole(checkpoint, tmp_path,
     assert kept == [f"epoch=1-step=4{suffix}"]
 
     if checkpoint == "sharded":
-        monkeypatch.setattr("stratagem_checkpoint_sharded.folder._write_parts", _disk_full)
+        monkeypatch.setattr("stratagem_checkpoints.shards._write_parts", _disk_full)
     elif checkpoint == "dcp":
-        monkeypatch.setattr("stratagem_checkpoint_dcp._save", _disk_full)
+        monkeypatch.setattr("stratagem_checkpoints.dcp._save", _disk_full)
     else:
         monkeypatch.setattr("stratagem.checkpoint.files.os.replace", _disk_full)
     trainer.max_epochs = 3

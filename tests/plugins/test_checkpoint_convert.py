@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import stratagem as sg
 from stratagem.cli import main
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, PluginError
 from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.checkpoint import assert_same, example
@@ -24,6 +25,19 @@ pytestmark = pytest.mark.xdist_group("checkpoints to convert")
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {"full": ".ckpt", "sharded": ".ckpt", "safetensors": ".safetensors", "dcp": ".dcp"}
+
+
+def test_without_its_library_the_format_cannot_be_chosen_and_others_are_found(tmp_path, monkeypatch):
+    sg.Run(accelerator="cpu").save(tmp_path / "a.ckpt", model=torch.nn.Linear(1, 1))
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "stratagem_checkpoints.safetensors", raising=False)
+
+    with pytest.raises(PluginError, match=r'`pip install "stratagem-checkpoints\[safetensors\]"`'):
+        sg.Run(accelerator="cpu", checkpoint="safetensors")
+    assert read_any(tmp_path / "a.ckpt")["state_dict"].keys() == {"weight", "bias"}
+    with pytest.raises(CheckpointError, match="not in an installed checkpoint format"):
+        read_any(__file__)
 
 
 def _save_half(rank, world_size, checkpoint, path, batches):

@@ -19,7 +19,7 @@ from stratagem.api.paths import claim
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.stack.formats import newest_whole, read_any
-from stratagem_checkpoint_sharded import folder as writing
+from stratagem_checkpoints import shards as writing
 from stratagem_testing import run_in_processes
 from stratagem_testing.processes import ProcessesFailed
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pickle
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +48,47 @@ def test_the_file_is_a_plain_dict_for_torch_load(tmp_path):
     assert list(state["state_dict"]) == list(Net().state_dict())
     assert state["optimizers"][0]["param_groups"][0]["params"][0] == "net.0.weight"
     assert state["loop"]["global_step"] == 3
+
+
+def test_a_save_makes_few_calls(tmp_path):
+    trainer, path = fitted(tmp_path)
+    calls = []
+
+    def count(frame, event, argument):
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("stratagem"):
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(count)
+    try:
+        trainer.save_checkpoint(path)
+    finally:
+        sys.setprofile(None)
+
+    assert len(calls) <= 500, collections.Counter(calls).most_common(10)
+
+
+def test_a_value_among_plain_ones_is_refused_by_its_path(tmp_path):
+    with pytest.raises(CheckpointError, match=r"values\.a\[1\]\[2\] is a object; expected tensors, numbers"):
+        save({"state_dict": {}, "values": {"a": [1, (2, 3, object())]}}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a key of values\.a is a PosixPath"):
+        save({"state_dict": {}, "values": {"a": {tmp_path: 1}}}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"values\.when is a datetime64"):
+        save({"state_dict": {}, "values": {"when": np.datetime64("2026-01-01")}}, tmp_path / "a.ckpt")
+
+
+@pytest.mark.slow
+def test_a_run_imports_no_format_but_its_own(tmp_path):
+    code = (
+        "import sys, stratagem as sg, torch\n"
+        "with sg.Run(accelerator='cpu') as run:\n"
+        "    run.save(sys.argv[1], model=torch.nn.Linear(1, 1))\n"
+        "    run.load(sys.argv[1], model=torch.nn.Linear(1, 1))\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('stratagem_checkpoints.')))\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "a.ckpt"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    assert said.split() == [f"stratagem_checkpoints.{name}" for name in ("engine", "one_file", "raw_bytes")]
 
 
 def test_weights_only_leaves_the_rest_out(tmp_path):

@@ -193,15 +193,14 @@ def test_a_background_save_does_not_copy_what_was_gathered_for_it(checkpoint, st
 
 def _gathered_twice(rank, ranks, checkpoint, folder):
     """Save in the background what was gathered before, and change it while that is written."""
-    import importlib
-
     run = sg.Run(accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}, strategy="fsdp", devices=ranks)
     run.connect()
     model, optimizer = run.setup(module := nn.Linear(WIDTH, WIDTH), torch.optim.SGD(module.parameters()))
     own = run.ask("model_state", module=model.module)
     wanted = {name: tensor.clone() for name, tensor in own.items() if not tensor.is_meta}
     go_on = threading.Event()
-    written_with = importlib.import_module(f"stratagem_checkpoint_{checkpoint}")
+    from stratagem_checkpoints import engine as written_with
+
     plain = written_with.publish_file
     written_with.publish_file = lambda *arguments: go_on.wait(60) and plain(*arguments)
     run.save(Path(folder) / "a.ckpt", model=model, optimizer=optimizer, own=own)

@@ -18,9 +18,9 @@ from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import format_named, read_any
-from stratagem_checkpoint_sharded import folder
-from stratagem_checkpoint_sharded.layout import Plan, pieces
-from stratagem_checkpoint_sharded.manifest import encoded
+from stratagem_checkpoints import shards
+from stratagem_checkpoints.shards.manifest import encoded
+from stratagem_checkpoints.shards.plan import Plan, pieces
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Net,
@@ -50,14 +50,14 @@ class Wide(Net):
 
 
 def _sizes_written(rank, world_size, strategy, path):
-    sizes, plain = [], folder.pieces
+    sizes, plain = [], shards.pieces
 
     def counting(plan):
         for offset, content in plain(plan):
             sizes.append(len(content))
             yield offset, content
 
-    folder.pieces = counting
+    shards.pieces = counting
     trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint="sharded", **QUIET)
     trainer.fit(Wide(), share(trainer, joined_batches(2, 24)))
     trainer.save_checkpoint(path)

@@ -6,6 +6,7 @@ the device.
 
 from __future__ import annotations
 
+import operator
 import pickle
 
 import pytest
@@ -16,8 +17,8 @@ from stratagem.api import Collectives
 from stratagem.checkpoint import cpu_copies
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.runtime.state_io import read_checkpoint
-from stratagem_checkpoint_full import _loadable, _on_cpu
-from stratagem_checkpoint_sharded.layout import Plan
+from stratagem_checkpoints.one_file import _loadable
+from stratagem_checkpoints.shards.plan import Plan
 from stratagem_testing import run_in_processes
 
 STRATEGIES = {
@@ -133,7 +134,7 @@ class _OnADevice(torch.Tensor):
 def test_one_file_holds_tensors_of_the_cpu():
     state = {"state_dict": {"weight": _OnADevice(torch.ones(2))}}
 
-    assert str(_loadable(state, _on_cpu)["state_dict"]["weight"].device) == "cpu"
+    assert str(_loadable(state, operator.methodcaller("cpu"))["state_dict"]["weight"].device) == "cpu"
 
 
 # --- In the background -------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def queued(monkeypatch):
         return copy(tensor, source)
 
     monkeypatch.setattr(cpu_copies, "is_pinnable", lambda tensor: True)
-    monkeypatch.setattr("stratagem_checkpoint_sharded.layout.is_pinnable", lambda tensor: True)
+    monkeypatch.setattr("stratagem_checkpoints.shards.plan.is_pinnable", lambda tensor: True)
     monkeypatch.setattr(torch, "empty", pinned(empty))
     monkeypatch.setattr(torch, "empty_like", pinned(empty_like))
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
@@ -216,7 +217,7 @@ def test_a_rank_s_part_is_copied_into_pinned_memory_with_one_wait(queued):
 
 
 def test_blocks_of_memory_hold_what_a_rank_writes_wherever_they_end(monkeypatch):
-    monkeypatch.setattr("stratagem_checkpoint_sharded.layout.BLOCK", 10)
+    monkeypatch.setattr("stratagem_checkpoints.shards.plan.BLOCK", 10)
     plan = Plan(_three(), 0, 1)
     plan.divide(Collectives())
     before = _bytes_at(plan)

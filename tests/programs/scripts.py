@@ -40,7 +40,7 @@ PRELOAD = (
     "stratagem_testing.reference", "programs.terminal", "cattrs", "filelock", "packaging.requirements", "tomllib", "xxhash",
     # Plugins that most scripts use, where they are installed:
     "stratagem_accelerators", "stratagem_callbacks.model_checkpoint", "stratagem_callbacks.progress",
-    "stratagem_checkpoint_full", "stratagem_ddp.strategy", "stratagem_ddp.presets", "stratagem_environments_local",
+    "stratagem_checkpoints.one_file", "stratagem_ddp.strategy", "stratagem_ddp.presets", "stratagem_environments_local",
     "stratagem_fit.commands", "stratagem_fsdp", "stratagem_launchers_local", "stratagem_logger_csv",
     "stratagem_precision", "stratagem_single_device",
 )  # fmt: skip

@@ -28,7 +28,7 @@ USED_BY_OTHERS = {
     "stratagem-core": {"numpy"},  # torch.distributed sends objects through it, and torch does not require it
     "stratagem-mlflow": {"sqlalchemy", "alembic"},  # the local store of MLflow
     "stratagem-testing": {  # what the kit compares a plugin with, and runs it beside
-        "stratagem-basics", "stratagem-callbacks", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
+        "stratagem-basics", "stratagem-callbacks", "stratagem-checkpoints", "stratagem-comm-hooks", "stratagem-ddp",
     },
 }  # fmt: skip
 #: Imported within a function that says what to install: distribution, extra, and what the extra adds.
@@ -38,6 +38,7 @@ OPTIONAL = {
     ("stratagem-callbacks", "plots", "matplotlib"),
     ("stratagem-callbacks", "tensorboard", "tensorboard"),
     ("stratagem-callbacks", "tqdm", "tqdm"),
+    ("stratagem-checkpoints", "safetensors", "safetensors"),
     ("stratagem-core", "cli", "pyyaml"),
     ("stratagem-core", "remote", "universal-pathlib"),
     ("stratagem-tools", "kit", "stratagem-testing"),
@@ -97,7 +98,7 @@ PACKAGES = {
     package.name: package
     for pattern in (
         "core/pyproject.toml",
-        "plugins/**/pyproject.toml",
+        "plugins/*/pyproject.toml",
         "contrib/*/pyproject.toml",
         "examples/*/*/pyproject.toml",
     )

@@ -6,6 +6,7 @@ than text, floats that are not numbers, bytes, complex numbers, dtypes and devic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ def _dtype(text: str) -> torch.dtype:
     return dtype
 
 
+_BASES: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes)
+#: What checkpoints store, beside tensors and containers.
+PLAIN = (type(None), *_BASES, torch.dtype, torch.device)
+#: What JSON has itself.
+_JSON = (type(None), bool, int, str)
 #: What is stored as text under a mark of its own: its type, and how it is read.
 _NAMED: dict[str, tuple[type[Any], Callable[[str], Any]]] = {
     "float": (float, float), "bytes": (bytes, bytes.fromhex), "complex": (complex, complex),
@@ -39,27 +45,42 @@ def encode(value: Any, place: Callable[[torch.Tensor, str], int], path: str = ""
         return {"$": "tensor", "number": place(value.detach(), path)}
     if isinstance(value, Mapping):
         inner = f"{path}." if path else ""
-        pairs = [(encode(key, place, path), encode(item, place, f"{inner}{key}")) for key, item in value.items()]
-        plain = all(isinstance(key, str) for key in value) and "$" not in value
-        return dict(pairs) if plain else {"$": "mapping", "items": [list(pair) for pair in pairs]}
+        items = [v if type(v) in _JSON else encode(v, place, f"{inner}{key}") for key, v in value.items()]
+        if all(isinstance(key, str) for key in value) and "$" not in value:
+            return dict(zip(map(str, value), items, strict=True))
+        return {"$": "mapping", "items": [[encode(key, place, path), v] for key, v in zip(value, items, strict=True)]}
     if isinstance(value, list | tuple):
-        items = [encode(item, place, f"{path}[{index}]") for index, item in enumerate(value)]
+        items = [v if type(v) in _JSON else encode(v, place, f"{path}[{index}]") for index, v in enumerate(value)]
         return items if isinstance(value, list) else {"$": "tuple", "items": items}
-    if value is None or type(value) in (bool, int, str):
+    value = as_plain(value, path)
+    for name, (kind, _) in _NAMED.items():
+        if isinstance(value, kind) and not (kind is float and math.isfinite(value)):
+            return {"$": name, "text": value.hex() if isinstance(value, bytes) else str(value)}
+    return value
+
+
+def as_plain(value: Any, path: str) -> Any:
+    """Return a `value` that is neither a tensor nor a container in a type that torch's weights-only loader accepts.
+
+    Raises:
+        CheckpointError: it has none; names `path`.
+    """
+    if type(value) in PLAIN:
         return value
-    if isinstance(value, float):
-        finite = value == value and abs(value) != float("inf")
-        return float(value) if finite else {"$": "float", "text": repr(float(value))}
-    if isinstance(value, str | int):  # enumerations that are text or numbers
-        return str(value) if isinstance(value, str) else int(value)
+    for kind in _BASES:  # of enumerations and numpy scalars that are numbers too
+        if isinstance(value, kind):
+            return kind(value)
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    if is_scalar and type(item := value.item()) in PLAIN:
+        return item
     if isinstance(value, Path):
         return str(value)
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return encode(value.item(), place, path)
-    for name, (kind, _) in _NAMED.items():
-        if isinstance(value, kind):
-            return {"$": name, "text": value.hex() if isinstance(value, bytes) else str(value)}
-    raise CheckpointError(
+    raise refusal(value, path)
+
+
+def refusal(value: Any, path: str) -> CheckpointError:
+    """Return the error to raise for a `value` that cannot be stored."""
+    return CheckpointError(
         f"{path or 'the checkpoint'} is a {type(value).__name__}",
         expected="tensors, numbers, strings and containers of them: all that can be loaded safely",
         do="convert it in state_dict() or on_save_checkpoint()",

@@ -173,8 +173,8 @@ class StagedFile(io.BufferedWriter):
         self.path = path
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path`, whole or not at all.
+def replace_text(path: Path, text: str, durable: bool = False) -> None:
+    """Write `text` to `path`, whole or not at all; with `durable`, fsync its content.
 
     Raises:
         OSError: the folder or the disk refuses.
@@ -183,6 +183,9 @@ def replace_text(path: Path, text: str) -> None:
     try:
         with file:
             file.write(text.encode("utf-8"))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(file.path, path)
     finally:
         with contextlib.suppress(OSError):

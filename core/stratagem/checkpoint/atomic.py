@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stratagem.api.paths import Claim, claim
@@ -117,6 +117,15 @@ def explained(error: BaseException, path: Path) -> CheckpointError:
         expected="a writable folder with free space, which all ranks share",
         do="an older checkpoint there, if any, is intact",
     )
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an error of the file system into the one to raise, where `path` is written."""
+    try:
+        yield
+    except OSError as error:
+        raise explained(error, path) from error
 
 
 def _others(folder: Path, files: set[str]) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
-from stratagem.api.paths import Claim, claim, create_beside, is_remote, publish_object, refusals
+from stratagem.api.paths import Claim, claim, create_beside, is_remote, publish_object, refusals, replace_text
 from stratagem.checkpoint.atomic import sync_folder
 from stratagem.checkpoint.state_checks import check_structure
 from stratagem.errors import CheckpointError
@@ -58,10 +58,10 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callab
             file.flush()
             os.fsync(file.fileno())
             with _claimed(path.parent):  # two runs that write here must not mix content and sidecar
-                _write_durably(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
+                _write(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
                 os.replace(staged, path)
                 sync_folder(path.parent)
-                _write_durably(sidecar(path), [hashing.line()])
+                _write(sidecar(path), [hashing.line()])
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be written ({error.strerror or error})",
@@ -84,10 +84,10 @@ def _publish_remotely(path: Any, write: Callable[[BinaryIO], object], hasher: Ca
             hashing.fill(write)
 
         def announce() -> None:
-            _write_lines(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
+            _write(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
 
         publish_object(path, pass_through, before=announce)
-        _write_lines(sidecar(path), [hashing.line()])
+        _write(sidecar(path), [hashing.line()])
 
 
 def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
@@ -188,22 +188,14 @@ def _lines(path: Path) -> list[str]:
     return [line for line in lines if len(line.split()) == 3 and line.split()[2].isdigit()]
 
 
-def _write_durably(path: Path, lines: list[str]) -> None:
-    file = create_beside(path, STAGED)
-    try:
-        with file:
-            file.write("".join(f"{line}\n" for line in lines).encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.path, path)
+def _write(path: Path, lines: list[str]) -> None:
+    """Write a sidecar with these lines."""
+    text = "".join(f"{line}\n" for line in lines)
+    if is_remote(path):
+        path.write_bytes(text.encode("ascii"))
+    else:
+        replace_text(path, text, durable=True)
         sync_folder(path.parent)
-    finally:
-        file.path.unlink(missing_ok=True)
-
-
-def _write_lines(path: Path, lines: list[str]) -> None:
-    """Write an object with these lines."""
-    path.write_bytes("".join(f"{line}\n" for line in lines).encode("ascii"))
 
 
 def _claimed(path: Path) -> Claim:

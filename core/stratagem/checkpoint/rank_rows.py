@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stratagem.api.json_tree import decode, encode
-from stratagem.checkpoint.state_checks import check_rank
+from stratagem.checkpoint.state_checks import check_rank, together
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -40,15 +40,14 @@ def states_of_ranks(run: RunContext, state: Callable[[], Mapping[str, Any]]) -> 
     Raises:
         Exception: an error of `state`, or CheckpointError: a value of it cannot be saved; on all ranks.
     """
-    collectives, mine, content = run.collectives, dict[str, Any](), b""
+    collectives = run.collectives
     whole = run.whole_state or collectives.world_size == 1
-    error: Exception | None = None
-    try:
+
+    def encoded() -> tuple[dict[str, Any], bytes]:
         mine = dict(state())
-        content = b"" if whole else _encoded(mine, f"ranks[{collectives.rank}]")
-    except Exception as caught:  # noqa: BLE001 - raised on all ranks
-        error = caught
-    collectives.fail_together(error)
+        return mine, b"" if whole else _encoded(mine, f"ranks[{collectives.rank}]")
+
+    mine, content = together(collectives, encoded, Exception)
     if whole:
         return collectives.all_gather_object(mine)
     lengths = torch.stack(collectives.all_gather(torch.tensor(len(content)))).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ _DATA_ERRORS = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, AssertionError,
     RuntimeError,
 )  # fmt: skip
+_T = TypeVar("_T")
 _DO = "nothing was changed; use another checkpoint, or load only the weights"
 
 
@@ -267,14 +268,15 @@ def applying(where: str) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def together(collectives: Any, act: Callable[[], None]) -> None:
-    """Call `act`, which calls no collectives; if it raises a `CheckpointError` on one rank, all ranks raise it."""
-    error = None
+def together(collectives: Any, act: Callable[[], _T], errors: type[Exception] = CheckpointError) -> _T:
+    """Return what `act` returns, which calls no collectives; where one rank raises one of `errors`, all ranks raise."""
+    value, error = cast("_T", None), None
     try:
-        act()
-    except CheckpointError as caught:
+        value = act()
+    except errors as caught:
         error = caught
     collectives.fail_together(error)
+    return value
 
 
 def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:

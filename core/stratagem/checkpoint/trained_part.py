@@ -44,44 +44,34 @@ def trained_part(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, 
     return {"state_dict": kept, "frozen": {name: _described(weights[name]) for name in sorted(frozen)}}
 
 
-def check_part(state: Mapping[str, Any], own: Mapping[str, Tensor], strict: bool, path: Any) -> bool:
-    """Check that the model whose state is `own` has the frozen weights of the checkpoint `state`, if it lacks any.
+def check_part(
+    weights: Mapping[str, Any], frozen: Mapping[str, Any] | None, own: Mapping[str, Tensor], strict: bool, path: Any,
+    values: bool = True,
+) -> bool:  # fmt: skip
+    """Check that the model whose whole state is `own` has the `frozen` weights of the checkpoint of `weights`, if any.
+
+    Args:
+        strict: `weights` and `frozen` must name all tensors of the model, and no others.
+        values: `own` has values, which are compared.
 
     Returns:
         Whether the model has to be loaded strictly.
-    """
-    if (frozen := state.get("frozen")) is None:
-        return strict
-    if strict:
-        check_names(state["state_dict"], frozen, own, path)
-    check_values({name: frozen[name] for name in frozen if name in own}, own, path)
-    return False
-
-
-def check_names(weights: Mapping[str, Any], frozen: Mapping[str, Any], own: Mapping[str, Any], path: Any) -> None:
-    """Check that `weights`, with `frozen`, name the tensors of the model whose state is `own`.
 
     Raises:
-        CheckpointError: they name others.
+        CheckpointError: it is another model.
     """
-    lacking = sorted(set(own) - set(weights) - set(frozen))
-    unknown = sorted((set(weights) | set(frozen)) - set(own))
+    if frozen is None:
+        return strict
+    lacking = sorted(set(own) - set(weights) - set(frozen)) if strict else []
+    unknown = sorted((set(weights) | set(frozen)) - set(own)) if strict else []
     if lacking or unknown:
         name, has = (unknown[0], "does not have") if unknown else (lacking[0], "has beside them")
         raise CheckpointError(
             f"{path} holds what was trained in another model: {name!r} is a tensor that this model {has}",
             expected="the model that it was trained in, with the same adapters", do="build that model, then load",
         )  # fmt: skip
-
-
-def check_values(frozen: Mapping[str, Any], own: Mapping[str, Tensor], path: Any) -> None:
-    """Check that the model whose whole state is `own` has the weights `frozen`.
-
-    Raises:
-        CheckpointError: it has others.
-    """
-    for name, saved in frozen.items():
-        here = _described(own[name])
+    for name in (name for name in frozen if name in own and values):
+        saved, here = frozen[name], _described(own[name])
         if here["shape"] != list(saved["shape"]):
             found = f"has shape {tuple(here['shape'])}, not {tuple(saved['shape'])}"
         elif _differ(here["values"], saved["values"]):
@@ -92,6 +82,7 @@ def check_values(frozen: Mapping[str, Any], own: Mapping[str, Tensor], path: Any
             f"{path} holds only what was trained, and the frozen {name!r} of this model {found}",
             expected="the base model that it was trained on", do="load that model's weights first, then this file",
         )  # fmt: skip
+    return False
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.mapped_file import with_own_extras, with_own_memory
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, together, with_new_options
-from stratagem.checkpoint.trained_part import check_names, check_values
+from stratagem.checkpoint.trained_part import check_part
 from stratagem.errors import CheckpointError
 from stratagem.runtime.handles import ModelHandle
 from stratagem.stack import identity
@@ -104,17 +104,15 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
         CheckpointError: there is none, it is damaged, or a newer stratagem wrote it; on all ranks.
     """
     run.wait_for_saves()
-    other, error = None, None
-    if run.is_global_zero:  # rank 0 decides, so that all ranks do the same
-        try:
-            if not run.checkpoint_format.recognises(path):
-                other = name_of_format(path)
-                if other is None:
-                    check_is_not_folder(path)
-        except CheckpointError as caught:
-            error = caught
-    run.collectives.fail_together(error)
-    other = run.collectives.broadcast_object(other)
+
+    def other_format() -> str | None:
+        if not run.is_global_zero or run.checkpoint_format.recognises(path):
+            return None  # rank 0 decides, so that all ranks do the same
+        if (name := name_of_format(path)) is None:
+            check_is_not_folder(path)
+        return name
+
+    other = run.collectives.broadcast_object(together(run.collectives, other_format))
     if other is None:
         state: dict[str, Any] = run.ask("load_checkpoint", path=path)
     else:
@@ -145,31 +143,17 @@ def load_model(
     """
     check_weights_fit(state, module, path)
     if frozen is not None:
-        _check_frozen(run, state, frozen, module, strict, path)
-        strict = False
+        whole, run.whole_state = run.whole_state, True
+        try:
+            own = run.ask("model_state", module=module)
+        finally:
+            run.whole_state = whole
+        # Other ranks than the first may have no values.
+        is_first, names = run.is_global_zero, strict
+        strict = together(run.collectives, lambda: check_part(state, frozen, own, names, path, values=is_first))
     state = with_own_extras(state, module)
     with applying(f"{path}: state_dict"):
         run.ask("load_model_state", state=state, module=module, strict=strict)
-
-
-def _check_frozen(
-    run: StatefulRun, state: Mapping[str, Any], frozen: Mapping[str, Any], module: nn.Module, strict: bool, path: Any
-) -> None:
-    """Refuse a `module` with other frozen parameters than those of the checkpoint. Collective."""
-    whole, run.whole_state = run.whole_state, True
-    try:
-        own = run.ask("model_state", module=module)
-    finally:
-        run.whole_state = whole
-    error = None
-    try:
-        if strict:
-            check_names(state, frozen, own, path)
-        if run.is_global_zero:  # the others may have no values
-            check_values({name: frozen[name] for name in frozen if name in own}, own, path)
-    except CheckpointError as caught:
-        error = caught
-    run.collectives.fail_together(error)
 
 
 def load_optimizers(run: StatefulRun, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module,

@@ -99,13 +99,7 @@ def check_is_not_folder(path: Path) -> None:
 
 def name_of_format(path: Path) -> str | None:
     """Return the name of the first installed checkpoint format that recognises `path`; None if none does."""
-    from stratagem.discovery import registry
-
-    for entry in registry.entries("checkpoint"):
-        with contextlib.suppress(PluginError):  # a broken package must not hide the others
-            if _recognises(format_named(entry.qualified_name), path):
-                return entry.qualified_name
-    return None
+    return next((name for name, form in _installed_formats() if _recognises(form, path)), None)
 
 
 def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
@@ -194,7 +188,7 @@ def _format_among(formats: list[CheckpointFormat], path: Path) -> CheckpointForm
     if _recognises(formats[0], path):
         return formats[0]
     if len(formats) == 1 and not path.name.startswith("."):
-        formats += _installed_formats()
+        formats += (form for _, form in _installed_formats())
     return next((form for form in formats[1:] if _recognises(form, path)), None)
 
 
@@ -204,12 +198,12 @@ def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:
     return False
 
 
-def _installed_formats() -> Iterator[CheckpointFormat]:
+def _installed_formats() -> Iterator[tuple[str, CheckpointFormat]]:
     from stratagem.discovery import registry
 
     for entry in registry.entries("checkpoint"):
         with contextlib.suppress(PluginError):  # a broken package must not hide the others
-            yield format_named(entry.qualified_name)
+            yield entry.qualified_name, format_named(entry.qualified_name)
 
 
 def _age(path: Path, checkpoint_format: CheckpointFormat) -> float:

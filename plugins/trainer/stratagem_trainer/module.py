@@ -295,8 +295,9 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         state = read_any(checkpoint_path)
         module = cls(**arguments_from(cls, state, arguments, checkpoint_path))
         build(module)
-        strict = check_part(state, module.state_dict(), strict, checkpoint_path)
-        load_weights(module, state["state_dict"], strict)
+        weights, frozen = state["state_dict"], state.get("frozen")
+        strict = check_part(weights, frozen, module.state_dict(), strict, checkpoint_path)
+        load_weights(module, weights, strict)
         return module if map_location is None else module.to(map_location)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -286,13 +286,7 @@ def find(fit: FitState, path: str | Path | None) -> Path | None:
     look = None if path is None else {"last": _last, "best": _best, "hpc": _preempted}.get(str(path))
     if look is None:
         return None if path is None else as_path(path)
-    found, error = None, None
-    if fit.run.is_global_zero:
-        try:
-            found = look(fit)
-        except CheckpointError as caught:
-            error = caught
-    fit.run.collectives.fail_together(error)
+    found = together(fit.run.collectives, lambda: look(fit) if fit.run.is_global_zero else None)
     chosen: Path | None = fit.run.collectives.broadcast_object(found)
     return chosen
 

@@ -53,7 +53,7 @@ def page(root: Path) -> str:
 def packages(root: Path) -> list[tuple[str, Path]]:
     """Return the distributions of this repository, the core first, each with its folder."""
     folders = sorted(
-        path.parent for path in [*root.glob("plugins/**/pyproject.toml"), *root.glob("contrib/*/pyproject.toml")]
+        path.parent for path in [*root.glob("plugins/*/pyproject.toml"), *root.glob("contrib/*/pyproject.toml")]
     )
     named = [(_name(folder), folder) for folder in folders if folder.name != "template"]
     return [("stratagem-core", root / "core"), *sorted(named)]

@@ -70,7 +70,7 @@ def path_of(kind: str) -> str:
 def all_plugins(root: Path) -> list[Listed]:
     """Return the plugins of `plugins/` and `contrib/`; a package of `contrib/` need not be installed."""
     found = []
-    for path in sorted([*root.glob("plugins/**/pyproject.toml"), *root.glob("contrib/*/pyproject.toml")]):
+    for path in sorted([*root.glob("plugins/*/pyproject.toml"), *root.glob("contrib/*/pyproject.toml")]):
         if path.parent.name == "template":
             continue
         if str(path.parent) not in sys.path:

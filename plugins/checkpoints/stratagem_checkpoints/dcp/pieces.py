@@ -10,28 +10,31 @@ strided ones, other programs' encodings) are left to torch, which reads them who
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import math
 import mmap
 import os
 import pickle
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 from attrs import frozen
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from stratagem.checkpoint.mapped_file import SMALL, mapped_tensors
-from stratagem.errors import CheckpointError
+from stratagem.checkpoint.state_checks import together
+from stratagem_checkpoints.dcp.index import unreadable
+from stratagem_checkpoints.raw_bytes import begin_of_entry, chunks, opened, write_at
+from stratagem_checkpoints.shared_file import enough_space, shared_file
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-_CHUNK = 4 << 20
 #: Offsets in the temporary file are multiples of this, so that any dtype can be mapped.
 _ALIGNMENT = 64
 
@@ -94,7 +97,7 @@ def _pieces(
 def _values(file: BinaryIO, info: Any, dtype: torch.dtype, sizes: Sequence[int]) -> int | None:
     """Return where the values of a tensor of these sizes begin in `file`; None if they are not consecutive."""
     try:
-        with zipfile.ZipFile(_Slice(file, info.offset, info.length)) as archive:
+        with zipfile.ZipFile(cast("Any", _Slice(file, info.offset, info.length))) as archive:
             names = {name.partition("/")[2]: name for name in archive.namelist()}
             described = _Description(io.BytesIO(archive.read(names["data.pkl"]))).load()
             kind, key, skipped, shape, strides = described
@@ -108,21 +111,14 @@ def _values(file: BinaryIO, info: Any, dtype: torch.dtype, sizes: Sequence[int])
     begin = skipped * dtype.itemsize
     if record.compress_type != zipfile.ZIP_STORED or not 0 <= begin <= record.file_size - size:
         return None
-    file.seek(info.offset + record.header_offset)
-    header = file.read(30)
-    name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-    return int(info.offset + record.header_offset + 30 + name + extra + begin)
+    return int(begin) + begin_of_entry(file, info.offset + record.header_offset)
 
 
-class _Slice(io.RawIOBase):
-    """A part of a file."""
+class _Slice:
+    """A part of a file, as a file that a zip file is read from."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        super().__init__()
         self._file, self._begin, self._length, self._at = file, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return True
@@ -134,13 +130,12 @@ class _Slice(io.RawIOBase):
         self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[origin], 0)
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
         self._file.seek(self._begin + self._at)
-        content = self._file.read(min(len(view), max(self._length - self._at, 0)))
-        view[: len(content)] = content
+        content = self._file.read(left if size < 0 else min(size, left))
         self._at += len(content)
-        return len(content)
+        return content
 
 
 class _Description(pickle.Unpickler):
@@ -151,7 +146,8 @@ class _Description(pickle.Unpickler):
             return lambda storage, offset, shape, strides, *_: (*storage, offset, shape, strides)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module == "torch" and (dtype := _DTYPES.get(name)) is not None:
+        dtype = getattr(getattr(torch, name, None), "_dtype", None)  # of torch.FloatStorage and others
+        if module == "torch" and isinstance(dtype, torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"it uses {module}.{name}")
 
@@ -160,58 +156,50 @@ class _Description(pickle.Unpickler):
         return dtype, key
 
 
-_DTYPES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
-}  # fmt: skip
-
-
 # --- Reading -----------------------------------------------------------------------------------------------------
 
 
-def tensors_of(
-    path: Path, pieces: Mapping[str, list[Piece]], index: Metadata, run: RunContext
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that have `pieces`. Collective.
+def tensors_of(path: Path, index: Metadata, run: RunContext) -> dict[str, torch.Tensor]:
+    """Return the tensors that torch does not have to read. Collective.
 
     Raises:
         CheckpointError: a file cannot be read, or the temporary one cannot be written; on all ranks.
     """
-    world = run.world
-    assert world is not None, "set before collectives exist"
-    entries: Mapping[str, Any] = index.state_dict_metadata
-    one = {
-        name: parts
-        for name, parts in pieces.items()
-        if len(parts) == 1 and parts[0].offset % entries[name].properties.dtype.itemsize == 0
-    }
-    several = {name: parts for name, parts in pieces.items() if name not in one}
+    assert run.world is not None, "set before collectives exist"
+    is_alone, entries = run.world.local_world_size == 1, index.state_dict_metadata
+
+    def found() -> tuple[dict[str, torch.Tensor], dict[str, list[Piece]]]:
+        with _reading(path):
+            pieces = pieces_of(path, index)
+            tensors = _mapped(pieces, entries)
+            several = {name: parts for name, parts in pieces.items() if name not in tensors}
+            if is_alone:
+                tensors |= {name: _in_memory(parts, entries[name]) for name, parts in several.items()}
+            return tensors, {} if is_alone else several
+
+    tensors, several = together(run.collectives, found)
+    return tensors | _shared(path, several, entries, run) if several else tensors
+
+
+def _mapped(pieces: Mapping[str, list[Piece]], entries: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of one piece whose dtype may begin where it is."""
+    by_file: dict[Path, dict[str, Any]] = {}
+    for name, parts in pieces.items():
+        dtype, (first, *others) = entries[name].properties.dtype, parts
+        if not others and first.offset % dtype.itemsize == 0:
+            by_file.setdefault(first.file, {})[name] = (first.offset, dtype, entries[name].size)
     tensors: dict[str, torch.Tensor] = {}
-    error = None
-    try:
-        for file in dict.fromkeys(parts[0].file for parts in one.values()):
-            here = {name: parts[0] for name, parts in one.items() if parts[0].file == file}
-            wanted = [(piece.offset, entries[n].properties.dtype, entries[n].size) for n, piece in here.items()]
-            tensors.update(zip(here, mapped_tensors(file, wanted), strict=True))
-        if world.local_world_size == 1:
-            tensors.update((name, _in_memory(parts, entries[name])) for name, parts in several.items())
-    except (OSError, ValueError) as caught:
-        error = _unreadable(path, caught)
-    run.collectives.fail_together(error)
-    if world.local_world_size > 1 and several:
-        tensors.update(_shared(path, several, entries, run))
+    for file, wanted in by_file.items():
+        tensors.update(zip(wanted, mapped_tensors(file, list(wanted.values())), strict=True))
     return tensors
 
 
 def _in_memory(parts: list[Piece], entry: Any) -> torch.Tensor:
     """Return a tensor of these parts, in memory that returns to the system when it is freed: malloc may keep it."""
-    size = _size(entry)
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, _size(entry))
     for piece in parts:
-        for done, content in _chunks(piece):
-            memory[piece.at + done : piece.at + done + len(content)] = content
+        for at, content in _chunks(piece):
+            memory[at : at + len(content)] = content
     flat = torch.frombuffer(memory, dtype=entry.properties.dtype)
     return flat.view(entry.size)
 
@@ -220,79 +208,41 @@ def _shared(
     path: Path, several: Mapping[str, list[Piece]], entries: Mapping[str, Any], run: RunContext
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of `several` pieces, mapped from a temporary file that the processes of the node share."""
-    world, collectives = run.world, run.collectives
-    assert world is not None, "set before collectives exist"
-    starts, end = {}, 0
-    for each, parts in several.items():
-        starts[each] = end
-        end += -(-sum(piece.size for piece in parts) // _ALIGNMENT) * _ALIGNMENT
-    name, error = None, None
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        if world.local_rank == 0:
-            descriptor, name = tempfile.mkstemp(prefix="stratagem-", suffix=".bin")
-            os.truncate(descriptor, end)
-            os.close(descriptor)
-    except OSError as caught:
-        error = _too_small(path, end, caught)
-    try:
-        collectives.fail_together(error)
-        names = {node: each for node, each in collectives.all_gather_object((world.node_rank, name)) if each}
-        file = Path(names[world.node_rank])
-        try:
-            mine = list(several)[world.local_rank :: world.local_world_size]
-            _fill(file, [(starts[each] + piece.at, piece) for each in mine for piece in several[each]])
-        except OSError as caught:
-            error = _too_small(path, end, caught)
-        except ValueError as caught:
-            error = _unreadable(path, caught)
-        collectives.fail_together(error)
-        try:
-            wanted = [(starts[each], entries[each].properties.dtype, entries[each].size) for each in several]
-            tensors = dict(zip(several, mapped_tensors(file, wanted), strict=True))
-        except (OSError, ValueError) as caught:
-            error = _unreadable(path, caught)
-        collectives.fail_together(error)
-    finally:
-        if name is not None:
-            os.unlink(name)
-    return tensors
+    assert run.world is not None, "set before collectives exist"
+    wanted, end = {}, 0
+    for name in several:
+        wanted[name] = (end, entries[name].properties.dtype, entries[name].size)
+        end += -(-_size(entries[name]) // _ALIGNMENT) * _ALIGNMENT
+    mine = list(several)[run.world.local_rank :: run.world.local_world_size]
 
+    def fill(target: Path) -> None:
+        with _reading(path), enough_space(path, end), opened(target) as file:
+            for name in mine:
+                for at, content in itertools.chain(*map(_chunks, several[name])):
+                    write_at(file, wanted[name][0] + at, content)
 
-def _fill(target: Path, placed: list[tuple[int, Piece]]) -> None:
-    descriptor = os.open(target, os.O_WRONLY)
-    try:
-        for offset, piece in placed:
-            for done, content in _chunks(piece):
-                written = 0
-                while written < len(content):
-                    written += os.pwrite(descriptor, content[written:], offset + done + written)
-    finally:
-        os.close(descriptor)
+    def tensors_in(file: Path) -> list[torch.Tensor]:
+        with _reading(path):
+            return mapped_tensors(file, list(wanted.values()))
+
+    with shared_file(path, end, run) as file:
+        together(run.collectives, lambda: fill(file))
+        return dict(zip(wanted, together(run.collectives, lambda: tensors_in(file)), strict=True))
 
 
 def _chunks(piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    """Yield the content of `piece`, each chunk with the number of bytes before it; it is valid until the next."""
-    buffer, done = memoryview(bytearray(min(_CHUNK, piece.size))), 0
-    with piece.file.open("rb", buffering=0) as file:
-        file.seek(piece.offset)
-        while done < piece.size:
-            count = file.readinto(buffer[: piece.size - done])
-            if not count:
-                raise ValueError(f"{piece.file} is too short")
-            yield done, buffer[:count]
-            done += count
+    """Yield the content of `piece`, each chunk with where it begins in the tensor; it is valid until the next."""
+    at = piece.at
+    for content in chunks(piece.file, piece.offset, piece.size):
+        yield at, content
+        at += len(content)
+    if at < piece.at + piece.size:
+        raise ValueError(f"{piece.file} is too short")
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read as a checkpoint of torch.distributed ({error})",
-        expected="the content that was written", do="use another one",
-    )  # fmt: skip
-
-
-def _too_small(path: Path, size: int, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{tempfile.gettempdir()} is too small for the {size} bytes of {path} ({error.strerror or error})",
-        do="set TMPDIR to a folder with enough free space",
-    )
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise unreadable(path, str(error)) from error

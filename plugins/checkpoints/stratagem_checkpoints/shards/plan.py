@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from stratagem.api.json_tree import encode
 from stratagem.checkpoint.cpu_copies import is_pinnable, wait_for
 from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.errors import CheckpointError
+from stratagem_checkpoints.raw_bytes import bytes_of
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
@@ -178,7 +178,7 @@ def pieces(plan: Plan) -> Iterator[tuple[int, memoryview]]:
     ends = {entry["offset"] + entry["bytes"] for entry in plan.tensors}
     begin, joined = 0, bytearray()
     for offset, part in plan.parts:
-        content, end = _content(part), begin + len(joined)
+        content, end = bytes_of(part), begin + len(joined)
         is_padding = end in ends and offset in starts and 0 <= offset - end < ALIGNMENT
         if joined and not ((offset == end or is_padding) and len(joined) + len(content) <= SMALL):
             yield begin, memoryview(joined)
@@ -191,10 +191,3 @@ def pieces(plan: Plan) -> Iterator[tuple[int, memoryview]]:
             begin, joined = offset, bytearray(content)
     if joined:
         yield begin, memoryview(joined)
-
-
-def _content(part: torch.Tensor) -> memoryview:
-    on_cpu = part.cpu()
-    array: Any = (ctypes.c_char * on_cpu.numel()).from_address(on_cpu.data_ptr())
-    array.keeps = on_cpu  # the memory must outlive the view of it
-    return memoryview(array).cast("B")

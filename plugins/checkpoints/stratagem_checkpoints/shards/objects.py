@@ -8,11 +8,14 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import xxhash
+
 from stratagem.api import Collectives
 from stratagem.api.paths import publish_object, refusals, size_of
+from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
-from stratagem_checkpoint_sharded.layout import Plan, pieces
-from stratagem_checkpoint_sharded.manifest import MANIFEST, checksum, encoded, files_of, has_tag, read_manifest
+from stratagem_checkpoints.shards.manifest import MANIFEST, encoded, files_of, has_tag, read_manifest
+from stratagem_checkpoints.shards.plan import Plan, pieces
 
 
 def write(plan: Plan, path: Path, collectives: Collectives) -> None:
@@ -21,33 +24,18 @@ def write(plan: Plan, path: Path, collectives: Collectives) -> None:
     Raises:
         CheckpointError: the store refuses, or ranks reach different ones; on all ranks.
     """
-    save, before, error = "", set(), None
-    if plan.rank == 0:
-        try:
-            save, before = uuid.uuid4().hex[:12], _earlier_files(path)
-        except CheckpointError as caught:
-            error = caught
-    collectives.fail_together(error)
-    save = collectives.broadcast_object(save)
-    mine, written = path / f"{save}-{plan.rank:05d}.bin", []
+    is_first = plan.rank == 0
+    before = together(collectives, lambda: _earlier_files(path) if is_first else set[str]())
+    save = collectives.broadcast_object(uuid.uuid4().hex[:12])
+    mine = path / f"{save}-{plan.rank:05d}.bin"
     try:
-        written = _write_parts(plan, mine)
-    except CheckpointError as caught:
-        error = caught
-    try:
-        collectives.fail_together(error)
+        written = together(collectives, lambda: _write_parts(plan, mine))
         gathered = collectives.all_gather_object((mine.name, written))
-        if plan.rank == 0:
-            try:
-                _finish(plan, path, gathered)
-            except CheckpointError as caught:
-                error = caught
-        collectives.fail_together(error)
+        together(collectives, lambda: _finish(plan, path, gathered) if is_first else None)
     except Exception:
         _delete(path, {mine.name})
         raise
-    if plan.rank == 0:
-        _delete(path, before)
+    _delete(path, before)
 
 
 def remove(path: Path, files: set[str]) -> None:
@@ -85,9 +73,8 @@ def _write_parts(plan: Plan, target: Path) -> list[dict[str, Any]]:
         at = 0
         for offset, content in pieces(plan):
             file.write(bytes(content))
-            written.append({
-                "offset": offset, "bytes": len(content), "xxh3_128": checksum(content), "file": target.name, "at": at,
-            })  # fmt: skip
+            digest = xxhash.xxh3_128_hexdigest(content)
+            written.append({"offset": offset, "bytes": len(content), "xxh3_128": digest, "file": target.name, "at": at})
             at += len(content)
 
     if plan.parts:

@@ -15,13 +15,13 @@ import xxhash
 
 from stratagem.api.paths import is_remote, read_range, refusals, size_of
 from stratagem.errors import CheckpointError
-from stratagem_checkpoint_sharded.layout import ALIGNMENT, Plan
+from stratagem_checkpoints.raw_bytes import checksum, sealed, unsealed
+from stratagem_checkpoints.shards.plan import ALIGNMENT, Plan
 
 MANIFEST, TENSORS = "manifest.json", "tensors.bin"
 TAG, VERSION = "stratagem sharded checkpoint", 1
 #: Threads that read and write files: some compute checksums and copy while others wait for the disk.
 THREADS = min(4, os.cpu_count() or 1)
-_CHUNK = 4 << 20
 
 
 def encoded(plan: Plan, written: list[dict[str, Any]]) -> bytes:
@@ -38,13 +38,7 @@ def encoded(plan: Plan, written: list[dict[str, Any]]) -> bytes:
             raise CheckpointError(
                 f"bytes from {following['offset']} were written by two ranks", do="tell the strategy's author"
             )
-    text = json.dumps(content, ensure_ascii=False).encode()
-    return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
-
-
-def checksum(content: Any) -> str:
-    """Return the checksum of a piece."""
-    return xxhash.xxh3_128_hexdigest(content)
+    return sealed(content)
 
 
 def has_tag(path: Path) -> bool:
@@ -74,8 +68,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             if not path.exists():
                 raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
             content = (path / MANIFEST).read_bytes()
-        text, _, digest = content.partition(b"\n")
-        if checksum(text).encode() != digest.strip():
+        if (text := unsealed(content)) is None:
             raise ValueError("its checksum differs")
         manifest: dict[str, Any] = json.loads(text)
         if manifest["format"] != TAG:
@@ -83,7 +76,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if manifest["version"] > VERSION:
             raise CheckpointError(
                 f"{path} has version {manifest['version']}", expected=f"at most {VERSION}",
-                do="read it with a newer stratagem-checkpoint-sharded",
+                do="read it with a newer stratagem-checkpoints",
             )  # fmt: skip
         for name in files_of(manifest):
             _check_file(path, name, manifest)
@@ -151,11 +144,7 @@ def verify(path: Path, manifest: Mapping[str, Any], rank: int = 0, world_size: i
     def check(piece: Mapping[str, Any]) -> None:
         if remote:
             fetch(path, piece)
-            return
-        hasher = xxhash.xxh3_128()
-        for content in _chunks(path, piece):
-            hasher.update(content)
-        if hasher.hexdigest() != piece["xxh3_128"]:
+        elif checksum(path / _file(piece), _at(piece), piece["bytes"]) != piece["xxh3_128"]:
             raise _differs(path, piece)
 
     with refusals(path, "read"), ThreadPoolExecutor(THREADS) as pool:
@@ -177,19 +166,9 @@ def fetch(path: Path, piece: Mapping[str, Any]) -> bytes:
         with (path / _file(piece)).open("rb") as file:
             file.seek(_at(piece))
             content = file.read(piece["bytes"])
-    if checksum(content) != piece["xxh3_128"]:
+    if xxhash.xxh3_128_hexdigest(content) != piece["xxh3_128"]:
         raise _differs(path, piece)
     return content
-
-
-def _chunks(path: Path, piece: Mapping[str, Any]) -> Iterator[memoryview]:
-    """Yield the content of a piece of a local file; each chunk is valid only until the next."""
-    left, buffer = piece["bytes"], memoryview(bytearray(min(_CHUNK, piece["bytes"])))
-    with (path / _file(piece)).open("rb", buffering=0) as file:
-        file.seek(_at(piece))
-        while left and (count := file.readinto(buffer[:left])):
-            yield buffer[:count]
-            left -= count
 
 
 def _differs(path: Path, piece: Mapping[str, Any]) -> CheckpointError:

@@ -1,0 +1,1 @@
+"""Checkpoint formats: one engine, and layouts that describe the files."""
