@@ -19,7 +19,7 @@ from stratagem.errors import CheckpointError, StratagemError
 from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import format_named, read_any
 from stratagem_checkpoints import shards
-from stratagem_checkpoints.shards.manifest import encoded
+from stratagem_checkpoints.shards.manifests import encoded
 from stratagem_checkpoints.shards.plan import Plan, pieces
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (

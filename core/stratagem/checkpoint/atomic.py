@@ -108,13 +108,16 @@ def sync_folder(path: Path) -> None:
             os.close(descriptor)
 
 
-def explained(error: BaseException, path: Path) -> CheckpointError:
+_SHARED = "a writable folder with free space, which all ranks share"
+
+
+def explained(error: BaseException, path: Path, expected: str = _SHARED) -> CheckpointError:
     """Return the error to raise for `error`, which was raised while `path` was written."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(
         f"{path} could not be written ({getattr(error, 'strerror', None) or error})",
-        expected="a writable folder with free space, which all ranks share",
+        expected=expected,
         do="an older checkpoint there, if any, is intact",
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
 from stratagem.api.paths import Claim, claim, create_beside, is_remote, publish_object, refusals, replace_text
-from stratagem.checkpoint.atomic import sync_folder
+from stratagem.checkpoint.atomic import explained, sync_folder
 from stratagem.checkpoint.state_checks import check_structure
 from stratagem.errors import CheckpointError
 
@@ -63,11 +63,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callab
                 sync_folder(path.parent)
                 _write(sidecar(path), [hashing.line()])
     except OSError as error:
-        raise CheckpointError(
-            f"{path} could not be written ({error.strerror or error})",
-            expected="a writable folder with free space",
-            do="an older checkpoint there, if any, is intact",
-        ) from error
+        raise explained(error, path, expected="a writable folder with free space") from error
     finally:
         with contextlib.suppress(OSError):  # the same error may prevent its removal
             if staged is not None:

@@ -91,12 +91,9 @@ def with_own_memory(state: Mapping[str, Any]) -> dict[str, Any]:
 
     See [Note: mapped tensors].
     """
-    return {key: value if key in _APPLIED or _are_rows(key, value) else _copied(value) for key, value in state.items()}
-
-
-def _are_rows(key: str, value: Any) -> bool:
-    """Whether `value` are rows of ranks: the few that a rank decodes have their own memory."""
-    return key == "ranks" and isinstance(value, torch.Tensor)
+    # Of rows of ranks, the few that a rank decodes have their own memory.
+    kept = {"ranks", *_APPLIED} if isinstance(state.get("ranks"), torch.Tensor) else _APPLIED
+    return {key: value if key in kept else _copied(value) for key, value in state.items()}
 
 
 def with_own_extras(weights: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

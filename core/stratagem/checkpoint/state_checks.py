@@ -279,6 +279,12 @@ def together(collectives: Any, act: Callable[[], _T], errors: type[Exception] = 
     return value
 
 
+def from_first(collectives: Any, act: Callable[[], _T], errors: type[Exception] = CheckpointError) -> _T:
+    """Return what `act` returns on rank 0, which calls no collectives; as `together`, if it raises one of `errors`."""
+    value = together(collectives, lambda: act() if collectives.rank == 0 else None, errors)
+    return cast("_T", collectives.broadcast_object(value))
+
+
 def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
     """Whether dtype `mine` can hold values of dtype `theirs`: both of the same kind, and no integer loses bits."""
     if mine == theirs:

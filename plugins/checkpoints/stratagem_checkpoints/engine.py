@@ -43,13 +43,7 @@ class Layout(CheckpointFormat):
     #: Write in the background: training waits only until each rank has copied what it writes.
     async_save: bool = False
     #: Memory of the copies, which the next save uses again.
-    _memory: Any = field(init=False)
-
-    new_memory: ClassVar[type[Any]] = CPUCopies
-
-    @_memory.default
-    def _is_new(self) -> Any:
-        return self.new_memory()
+    _memory: Any = field(init=False, default=None)
 
     @hookimpl
     def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
@@ -60,7 +54,7 @@ class Layout(CheckpointFormat):
 
     @hookimpl
     def teardown(self) -> None:
-        self._memory = self.new_memory()
+        self._memory = None
 
     def is_whole(self, path: Path) -> bool:
         try:
@@ -95,10 +89,11 @@ class FileLayout(Layout):
 
     def plan(self, state: dict[str, Any], path: Path, run: RunContext) -> Any:
         def content() -> Any:
+            copies = self._memory = self._memory or CPUCopies()
             try:
-                return self.content(state, self._memory.take if self.async_save else None)
+                return self.content(state, copies.take if self.async_save else None)
             finally:
-                self._memory.wait()
+                copies.wait()
 
         return together(run.collectives, lambda: content() if run.is_global_zero else None)
 
@@ -198,6 +193,21 @@ class FolderLayout(Layout):
     def described(self, plan: Any, parts: list[Any], folder: Path) -> bytes:
         """Return the manifest, given what `write_part` returned on each rank."""
         raise NotImplementedError
+
+
+def unreadable(
+    path: Path, form: str, reason: object, expected: str = "the content that was written", other: str = "one"
+) -> CheckpointError:
+    """Return the error to raise if what is at `path` cannot be read as `form`, for a `reason`."""
+    do = f"use another {other}; no code of this one was executed"
+    return CheckpointError(f"{path} cannot be read as {form} ({reason})", expected=expected, do=do)
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """Return the error to raise if `what` of the folder `path` has another checksum."""
+    return CheckpointError(
+        f"{path} is not what was written: {what}", expected="the content that was written", do="use an older checkpoint"
+    )
 
 
 def write_durably(path: Path, content: bytes) -> None:

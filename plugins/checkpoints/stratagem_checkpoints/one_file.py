@@ -18,7 +18,7 @@ from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.files import sidecar
 from stratagem.checkpoint.mapped_file import mapped_storages
 from stratagem.errors import CheckpointError
-from stratagem_checkpoints.engine import Copy, FileLayout, Writer
+from stratagem_checkpoints.engine import Copy, FileLayout, Writer, unreadable
 from stratagem_checkpoints.raw_bytes import begin_of_entry
 
 #: Types of keys that torch's weights-only loader accepts without an allow-list.
@@ -51,11 +51,8 @@ class FullCheckpoint(FileLayout):
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"{path} cannot be read as a checkpoint ({_first_line(error)})",
-                expected="a file of tensors and plain values",
-                do="use another file; no code of this one was executed",
-            ) from error
+            expected = "a file of tensors and plain values"
+            raise unreadable(path, "a checkpoint", _first_line(error), expected, "file") from error
         if isinstance(state, dict) and state and all(isinstance(value, torch.Tensor) for value in state.values()):
             return {"state_dict": dict(state)}  # written by torch.save(model.state_dict())
         if not (isinstance(state, dict) and isinstance(state.get("state_dict"), dict)):

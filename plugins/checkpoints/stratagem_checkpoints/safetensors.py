@@ -19,7 +19,7 @@ from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.mapped_file import mapped_tensors
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem_checkpoints.engine import Copy, FileLayout, Writer
+from stratagem_checkpoints.engine import Copy, FileLayout, Writer, unreadable
 from stratagem_checkpoints.raw_bytes import bytes_of
 
 _REST, _TENSOR = "stratagem", "stratagem."
@@ -88,10 +88,8 @@ class SafetensorsCheckpoint(FileLayout):
             rest = json.loads(metadata[_REST])
             state: dict[str, Any] = decode(rest["state"], [tensors[name] for name in rest["names"]])
         except _UNREADABLE as error:
-            raise CheckpointError(
-                f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error})",
-                expected="a file of tensors", do="use another file; no code of this one was executed",
-            ) from error  # fmt: skip
+            reason = f"{type(error).__name__}: {error}"
+            raise unreadable(path, "a safetensors file", reason, "a file of tensors", "file") from error
         return state
 
 

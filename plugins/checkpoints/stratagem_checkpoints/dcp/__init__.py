@@ -29,16 +29,8 @@ from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.checkpoint.mapped_file import SMALL
 from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
-from stratagem_checkpoints.dcp.index import (
-    INDEX,
-    MANIFEST,
-    described,
-    encoded,
-    read_index,
-    read_manifest,
-    read_verified,
-    unreadable,
-)
+from stratagem_checkpoints.dcp import indexes
+from stratagem_checkpoints.dcp.indexes import INDEX, MANIFEST
 from stratagem_checkpoints.dcp.pieces import tensors_of
 from stratagem_checkpoints.engine import FolderLayout
 
@@ -62,11 +54,11 @@ class DCPCheckpoint(FolderLayout):
 
     def described(self, plan: _Plan, parts: list[dict[str, dict[str, Any]]], folder: Path) -> bytes:
         files = {name: entry for part in parts for name, entry in part.items()}
-        return encoded({"names": plan.names, "state": plan.tree, "files": files}, folder)
+        return indexes.encoded({"names": plan.names, "state": plan.tree, "files": files}, folder)
 
     @hookimpl
     def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
-        manifest, index = together(run.collectives, lambda: read_verified(path, run.rank, run.world_size))
+        manifest, index = together(run.collectives, lambda: indexes.read_verified(path, run.rank, run.world_size))
         tensors = tensors_of(path, index, run)
         return together(run.collectives, lambda: _decoded(path, manifest, index, tensors))
 
@@ -74,12 +66,12 @@ class DCPCheckpoint(FolderLayout):
         return not is_remote(path) and (path / INDEX).is_file()
 
     def verify(self, path: Path) -> bool:
-        read_verified(path)
+        indexes.read_verified(path)
         return True
 
     def files_at(self, path: Path) -> set[str]:
         try:
-            manifest = read_manifest(path)
+            manifest = indexes.read_manifest(path)
         except CheckpointError:
             manifest = None
         named = [each.name for each in path.glob("__*_*.distcp")] if manifest is None else manifest["files"]
@@ -116,8 +108,9 @@ class _Plan:
         kept = [name for name, tensor in self.tensors.items() if _writes(name, tensor, absent, collectives.rank)]
         self.tensors = {name: self.tensors[name] for name in kept}
 
-    def copy(self, copies: CPUCopies) -> CPUCopies:
+    def copy(self, memory: CPUCopies | None) -> CPUCopies:
         """Copy the tensors, so that training may change the originals."""
+        copies = memory or CPUCopies()
         self.tensors = {name: _copied(tensor, copies) for name, tensor in self.tensors.items()}
         copies.wait()
         return copies
@@ -153,7 +146,7 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path, collectives: Any) -> N
 
 def _checksums(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
     """Return size and checksum of each file of this rank."""
-    return {path.name: described(path) for path in folder.glob(f"{prefix}*.distcp")}
+    return {path.name: indexes.described(path) for path in folder.glob(f"{prefix}*.distcp")}
 
 
 # --- Reading -----------------------------------------------------------------------------------------------------
@@ -180,7 +173,7 @@ def _decoded(
         raise
     except Exception as error:
         text = str(error).strip().splitlines()
-        raise unreadable(path, f"{type(error).__name__}: {text[0][:120] if text else ''}") from error
+        raise indexes.unreadable(path, f"{type(error).__name__}: {text[0][:120] if text else ''}") from error
     return state
 
 
@@ -202,7 +195,7 @@ def _foreign_model(tensors: dict[str, torch.Tensor], index: Metadata, path: Path
 
 class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        index = read_index(Path(self.path))
+        index = indexes.read_index(Path(self.path))
         if index.storage_meta is None:
             index.storage_meta = StorageMeta()
         return index

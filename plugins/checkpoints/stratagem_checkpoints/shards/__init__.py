@@ -27,22 +27,12 @@ from attrs import define
 
 from stratagem.api import Collectives, hookimpl
 from stratagem.api.paths import is_private, is_remote
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import from_first, together
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.engine import FolderLayout
 from stratagem_checkpoints.raw_bytes import opened, write_at
-from stratagem_checkpoints.shards import objects
-from stratagem_checkpoints.shards.manifest import (
-    MANIFEST,
-    TENSORS,
-    THREADS,
-    encoded,
-    files_at,
-    files_of,
-    has_tag,
-    read_manifest,
-    verify,
-)
+from stratagem_checkpoints.shards import manifests, objects
+from stratagem_checkpoints.shards.manifests import MANIFEST, TENSORS, THREADS
 from stratagem_checkpoints.shards.plan import Plan, pieces
 from stratagem_checkpoints.shards.reading import assembled, mapped
 
@@ -59,7 +49,6 @@ class ShardedCheckpoint(FolderLayout):
 
     suffix: ClassVar[str] = ".ckpt"
     index = manifest = MANIFEST
-    new_memory = list
 
     def planned(self, state: dict[str, Any], path: Path, run: RunContext) -> Plan:
         if is_private(path) and run.world_size > 1:
@@ -83,36 +72,35 @@ class ShardedCheckpoint(FolderLayout):
         return _write_parts(plan, folder / TENSORS)
 
     def described(self, plan: Plan, parts: list[list[dict[str, Any]]], folder: Path) -> bytes:
-        return encoded(plan, [piece for each in parts for piece in each])
+        return manifests.encoded(plan, [piece for each in parts for piece in each])
 
     @hookimpl
     def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
-        manifest = together(run.collectives, lambda: read_manifest(path) if run.is_global_zero else None)
-        manifest = run.collectives.broadcast_object(manifest)
-        if is_remote(path) or files_of(manifest) - {TENSORS}:
+        manifest = from_first(run.collectives, lambda: manifests.read_manifest(path))
+        if is_remote(path) or manifests.files_of(manifest) - {TENSORS}:
             return assembled(path, manifest, run)
 
         def read() -> dict[str, Any]:
-            verify(path, manifest, run.rank, run.collectives.world_size)  # each byte is read by one rank
+            manifests.verify(path, manifest, run.rank, run.collectives.world_size)  # each byte is read by one rank
             return mapped(path / TENSORS, manifest)
 
         return together(run.collectives, read)
 
     def recognises(self, path: Path) -> bool:
-        return has_tag(path)
+        return manifests.has_tag(path)
 
     def verify(self, path: Path) -> bool:
-        verify(path, read_manifest(path))
+        manifests.verify(path, manifests.read_manifest(path))
         return True
 
     def files_at(self, path: Path) -> set[str]:
-        return files_at(path)
+        return manifests.files_at(path)
 
     def remove(self, path: Path) -> None:
         if not self.recognises(path):
             raise CheckpointError(f"{path} is not a sharded checkpoint", do="check the path; nothing was deleted")
         if is_remote(path):
-            objects.remove(path, files_at(path))
+            objects.remove(path, manifests.files_at(path))
         else:
             super().remove(path)
 

@@ -73,7 +73,7 @@ class Plan:
         self.parts = list(self._mine(writers, theirs))
         self._sources = []
 
-    def copy(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    def copy(self, memory: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Copy this rank's parts into the blocks of `memory`, and new ones, so that training may change the originals.
 
         Returns:
@@ -81,7 +81,7 @@ class Plan:
         """
         devices = {part.device for _, part in self.parts if is_pinnable(part)}
         left = sum(part.numel() for _, part in self.parts)
-        blocks, copies, used = list(memory), [], 0
+        blocks, copies, used = list(memory or ()), [], 0
         number = 0
         for offset, part in self.parts:
             at = 0

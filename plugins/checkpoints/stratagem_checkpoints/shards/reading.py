@@ -14,7 +14,7 @@ from stratagem.checkpoint.mapped_file import mapped_tensors
 from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.raw_bytes import opened, write_at
-from stratagem_checkpoints.shards.manifest import THREADS, fetch
+from stratagem_checkpoints.shards.manifests import THREADS, fetch
 from stratagem_checkpoints.shared_file import shared_file
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import xxhash
 
 from stratagem.api.paths import is_remote, read_range, refusals, size_of
 from stratagem.errors import CheckpointError
-from stratagem_checkpoints.raw_bytes import checksum, sealed, unsealed
+from stratagem_checkpoints.engine import damaged, unreadable
+from stratagem_checkpoints.raw_bytes import checksum, chunks, sealed, unsealed
 from stratagem_checkpoints.shards.plan import ALIGNMENT, Plan
 
 MANIFEST, TENSORS = "manifest.json", "tensors.bin"
@@ -81,10 +82,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         for name in files_of(manifest):
             _check_file(path, name, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a sharded checkpoint ({getattr(error, 'strerror', None) or error})",
-            expected="the content that was written", do="use another one; no code of this one was executed",
-        ) from error  # fmt: skip
+        raise unreadable(path, "a sharded checkpoint", getattr(error, "strerror", None) or error) from error
     return manifest
 
 
@@ -160,20 +158,12 @@ def verify(path: Path, manifest: Mapping[str, Any], rank: int = 0, world_size: i
 
 def fetch(path: Path, piece: Mapping[str, Any]) -> bytes:
     """Return the content of a piece, verified."""
-    if is_remote(path):
-        content = read_range(path / _file(piece), _at(piece), piece["bytes"])
-    else:
-        with (path / _file(piece)).open("rb") as file:
-            file.seek(_at(piece))
-            content = file.read(piece["bytes"])
+    where = path / _file(piece), _at(piece), piece["bytes"]
+    content = read_range(*where) if is_remote(path) else b"".join(map(bytes, chunks(*where)))
     if xxhash.xxh3_128_hexdigest(content) != piece["xxh3_128"]:
         raise _differs(path, piece)
     return content
 
 
 def _differs(path: Path, piece: Mapping[str, Any]) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is not what was written: bytes from {piece['offset']} of its tensors differ",
-        expected="the content that was written",
-        do="use an older checkpoint",
-    )
+    return damaged(path, f"bytes from {piece['offset']} of its tensors differ")

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from stratagem.api.paths import is_remote
 from stratagem.errors import CheckpointError
+from stratagem_checkpoints import engine
+from stratagem_checkpoints.engine import damaged
 from stratagem_checkpoints.raw_bytes import checksum, sealed, unsealed
 
 INDEX, MANIFEST = ".metadata", "stratagem.json"
@@ -62,10 +64,7 @@ def read_verified(path: Path, rank: int = 0, world_size: int = 1) -> tuple[dict[
             reason = f"{name}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
             raise unreadable(path, reason) from error
         if not same:
-            raise CheckpointError(
-                f"{path} is not what was written: {name} differs", expected="the content that was written",
-                do="use an older checkpoint",
-            )  # fmt: skip
+            raise damaged(path, f"{name} differs")
     return manifest, index
 
 
@@ -113,10 +112,7 @@ def read_index(path: Path) -> Metadata:
 
 def unreadable(path: Path, reason: str) -> CheckpointError:
     """Return the error to raise if the folder `path` is damaged."""
-    return CheckpointError(
-        f"{path} cannot be read as a checkpoint of torch.distributed ({reason})",
-        expected="the content that was written", do="use another one; no code of this one was executed",
-    )  # fmt: skip
+    return engine.unreadable(path, "a checkpoint of torch.distributed", reason)
 
 
 def _check_name(path: Path, name: str) -> None:
