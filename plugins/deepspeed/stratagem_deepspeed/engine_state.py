@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
+from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, folder
 from stratagem_deepspeed import state as logical
@@ -72,14 +74,8 @@ def load_model(held: EngineState, engine: Any, zero: Any, module: nn.Module, str
     if run.optimizers and engine.global_steps == 0:
         _read_into(engine, held, zero, strict, run)
         return
-    whole: dict[str, Any] = {}
-    error = None
-    try:
-        with folder.as_data():
-            whole = consolidation.weights(held.path, folder.TAG, held.facts)
-    except CheckpointError as caught:
-        error = caught
-    run.collectives.fail_together(error)
+    read = folder.as_data()(functools.partial(consolidation.weights, held.path, folder.TAG, held.facts))
+    whole = together(run.collectives, read)
     logical.load_model_state(whole, module, zero, strict)
 
 

@@ -19,9 +19,10 @@ from attrs import define
 from stratagem.api import Capabilities, CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
-from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
+from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder, writing
 from stratagem.checkpoint.rank_rows import gathered
 from stratagem.checkpoint.single_process import SingleProcessRun
+from stratagem.checkpoint.state_checks import from_first, together
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, engine_state, folder
 from stratagem_deepspeed.engine_state import EngineState
@@ -49,45 +50,37 @@ class DeepSpeedFormat(CheckpointFormat):
 
     @hookimpl
     def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
-        staged, error, rest = StagedFolder(path), None, {}
+        staged = StagedFolder(path)
         if "ranks" in state:
             state = state | {"ranks": gathered(state["ranks"], run)}
-        held: EngineState | None = None
-        try:
+
+        @writing(path)
+        def begun() -> tuple[EngineState, dict[str, Any]]:
             held = _held(state, path)
             rest = _plain({key: value for key, value in state.items() if key not in ("state_dict", "optimizers")})
             if run.is_global_zero:
                 staged.begin(folder.is_ours, folder.files_at)
-        except (CheckpointError, OSError) as caught:
-            error = explained(caught, path)
+            return held, rest
+
         try:
-            run.collectives.fail_together(error)
-            assert held is not None, "otherwise all ranks raised an error"
-            _write(held, rest, staged, run)
+            _write(*together(run.collectives, begun), staged, run)
         finally:
             staged.clear_away()
         return True
 
     @hookimpl
     def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
-        facts, error = None, None
-        rest: dict[str, Any] = {}
-        if run.is_global_zero:
-            try:
-                facts = folder.read_manifest(path)
-                _check_fits(facts, path, run)
-            except CheckpointError as caught:
-                error = caught
-        run.collectives.fail_together(error)
-        facts = run.collectives.broadcast_object(facts)
-        try:
+        def fitting() -> dict[str, Any]:
+            facts = folder.read_manifest(path)
+            _check_fits(facts, path, run)
+            return facts
+
+        def verified() -> dict[str, Any] | None:
             folder.verify(path, facts, run.rank, run.world_size)
-            if run.is_global_zero:
-                rest = _read_rest(path)
-        except CheckpointError as caught:
-            error = caught
-        run.collectives.fail_together(error)
-        rest = run.collectives.broadcast_object(rest)
+            return _read_rest(path) if run.is_global_zero else None
+
+        facts = from_first(run.collectives, fitting)
+        rest: dict[str, Any] = run.collectives.broadcast_object(together(run.collectives, verified))
         held = EngineState(engine_state.without_values(facts["tensors"]), facts, path=path)
         return rest | {"state_dict": held, "optimizers": [held]}
 
@@ -200,22 +193,20 @@ def _write(held: EngineState, rest: dict[str, Any], staged: StagedFolder, run: R
         error = _unwritable(caught, staged.target)
         torch.distributed.barrier()  # the other ranks wait in the engine's last barrier
     run.collectives.fail_together(error)
-    sealed: dict[str, Any] = {}
-    try:
+
+    @writing(staged.target)
+    def sealed() -> dict[str, Any]:
         names = folder.files_in(staged.path)
-        sealed = folder.seal(staged.path, names[run.rank :: run.world_size])
-    except OSError as caught:
-        error = explained(caught, staged.target)
-    run.collectives.fail_together(error)
-    everybody = run.collectives.all_gather_object(sealed)
-    if run.is_global_zero:
-        try:
-            files = {name: entry for each in everybody for name, entry in each.items()}
-            folder.write_manifest(staged.path, facts | {"files": files})
-            staged.publish()
-        except OSError as caught:
-            error = explained(caught, staged.target)
-    run.collectives.fail_together(error)
+        return folder.seal(staged.path, names[run.rank :: run.world_size])
+
+    @writing(staged.target)
+    def publish() -> None:
+        files = {name: entry for each in everybody for name, entry in each.items()}
+        folder.write_manifest(staged.path, facts | {"files": files})
+        staged.publish()
+
+    everybody = run.collectives.all_gather_object(together(run.collectives, sealed))
+    together(run.collectives, lambda: publish() if run.is_global_zero else None)
 
 
 def _unwritable(error: Exception, path: Path) -> CheckpointError:

@@ -6,9 +6,11 @@ tasks of a job array, are left alone.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stratagem.checkpoint.state_checks import from_first
 from stratagem.errors import StratagemError, shown
 from stratagem.runtime import state_io
 from stratagem_trainer import trainer_state
@@ -47,12 +49,5 @@ def read_own_checkpoint(fit: FitState, ckpt_path: str | Path | None) -> tuple[Pa
 
 def _newest(fit: FitState, others: set[Path]) -> Path | None:
     """Return the newest checkpoint that is not in `others`, the same on all ranks."""
-    found, error = None, None
-    if fit.run.is_global_zero:
-        try:
-            found = trainer_state.newest_in(fit, accept=lambda path: path not in others)
-        except StratagemError as caught:
-            error = caught
-    fit.run.collectives.fail_together(error)
-    chosen: Path | None = fit.run.collectives.broadcast_object(found)
-    return chosen
+    newest = functools.partial(trainer_state.newest_in, fit, accept=lambda path: path not in others)
+    return from_first(fit.run.collectives, newest, StratagemError)

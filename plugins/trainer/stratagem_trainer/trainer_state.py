@@ -24,6 +24,7 @@ from stratagem.checkpoint.state_checks import (
     check_numbers,
     check_scheduler,
     check_weights_fit,
+    from_first,
     together,
 )
 from stratagem.checkpoint.trained_part import trained_part
@@ -286,9 +287,7 @@ def find(fit: FitState, path: str | Path | None) -> Path | None:
     look = None if path is None else {"last": _last, "best": _best, "hpc": _preempted}.get(str(path))
     if look is None:
         return None if path is None else as_path(path)
-    found = together(fit.run.collectives, lambda: look(fit) if fit.run.is_global_zero else None)
-    chosen: Path | None = fit.run.collectives.broadcast_object(found)
-    return chosen
+    return from_first(fit.run.collectives, lambda: look(fit))
 
 
 def _best(fit: FitState) -> Path:
