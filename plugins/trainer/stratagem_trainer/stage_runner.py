@@ -21,6 +21,7 @@ from stratagem_trainer import lightning_names, restarts, trainer_state
 from stratagem_trainer.batches import ResumableBatches, agreed_size, end_workers
 from stratagem_trainer.custom_step import forget_custom_methods, use_custom_methods
 from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.dynamo_import import import_dynamo
 from stratagem_trainer.empty_loaders import warn_of_empty_loaders
 from stratagem_trainer.evaluation import evaluate
 from stratagem_trainer.hints import warn_of_another_order, warn_of_slow_choices
@@ -132,6 +133,7 @@ class StageRunner:
             warn_of_slow_choices(self.module, run)
             warn_of_another_order(run)
         state.loaders, state.make_loaders = {}, self._make_fit_loaders
+        import_dynamo()
         run.prepare(self.module, self._make_optimizers)
         self._make_fit_loaders()
         warn_of_empty_loaders("validate", self.val_loaders, self.settings.limit_val_batches, run)
