@@ -183,7 +183,7 @@ class _Attendance:
                     do="check that they were started and what their output says, or raise the strategy's timeout",
                 )
             time.sleep(pause_s)
-            pause_s = min(0.05, 1.5 * pause_s)
+            pause_s = min(0.01, 1.5 * pause_s)
         return number
 
     def _admit(self, found: dict[str, Any], number: int) -> None:
@@ -205,7 +205,7 @@ class _Attendance:
 
     def _await_verdict(self) -> dict[str, Any]:
         limit_s, pause_s = self.timeout.total_seconds() + _GRACE_S, 0.001
-        longest_s = max(0.05, self.world.world_size * 1e-4)  # many ranks ask one store
+        longest_s = max(0.01, self.world.world_size * 1e-4)  # many ranks ask one store
         while (verdict := self.meeting.verdict()) is None:
             if self._number == 1 and self._notices.due() and 0 not in (arrived := self._read_all()):
                 notify(f"waiting for {self._missing(arrived)} at {self.where}")
