@@ -39,8 +39,8 @@ def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) ->
     """
     if EXPLAIN_VARIABLE in os.environ:
         _explain_and_stop(run, os.environ[EXPLAIN_VARIABLE], module)
-    shorten_finalization()
     if run.connected:
+        shorten_finalization()
         return carry_out(run, main)
     body = _ProcessBody(run, main)
     environment, launcher = run.stack.environment.plugin, run.stack.launcher.plugin
@@ -49,6 +49,7 @@ def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) ->
         return body()
     run.world = _whole_world(run) if launcher.starts_all_nodes else _world_here(run)
     if not launcher.parent_trains:
+        shorten_finalization()
         body.is_worker, body.random_state = True, random_state()
     return run.hooks.hook.launch(main=body, run=run)
 
