@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
+import pytest
 
 from stratagem.api.kinds import Command
 from stratagem.discovery import catalog, registry
@@ -328,6 +329,44 @@ def test_importing_the_package_imports_no_layer():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert result.stdout.strip() == "[]"
+
+
+#: What explains errors, describes a run, or belongs to devices, options and stages that a plain fit does not use.
+NOT_NEEDED = {
+    "packaging.requirements", "stratagem.cli", "stratagem.stack.class_lookup", "stratagem.stack.describe",
+    "stratagem.distributed.attempts", "stratagem.runtime.run", "stratagem.runtime.transfer",
+    "stratagem_ddp_sharded", "stratagem_deferred_init", "stratagem_transforms", "stratagem_peer_diagnosis.watchdog",
+    "stratagem_trainer.command_line", "stratagem_trainer.trial",
+}  # fmt: skip
+FIT = """
+import sys
+import torch
+import stratagem as sg
+
+class Model(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = sg.Trainer(strategy="ddp", devices=2, accelerator="cpu", max_steps=1, barebones=True)
+trainer.fit(Model(), [torch.ones(2, 4)] * 2)
+print("IMPORTED", trainer.global_rank, sorted(set(sys.modules) & NOT_NEEDED), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_fit_of_two_processes_imports_only_what_it_needs(tmp_path):
+    (tmp_path / "fit.py").write_text(f"NOT_NEEDED = {NOT_NEEDED}\n{FIT}")
+    result = subprocess.run([sys.executable, "fit.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    imported = [line for line in result.stdout.splitlines() if line.startswith("IMPORTED")]
+    assert sorted(imported) == ["IMPORTED 0 []", "IMPORTED 1 []"]
 
 
 # --- The project stands alone ------------------------------------------------------------------------------------
