@@ -158,6 +158,7 @@ def test_a_package_for_another_core_is_refused(install, name):
         ("2.0", "~=1.2", False), ("1.2.9", "==1.2.*", True), ("1.3", "==1.2.*", False), ("1.3", "!=1.3", False),
         ("1.2.dev3", ">=1.2", True), ("0.1.0", ">=0.1,<0.2", True), ("0.2.0", ">=0.1,<0.2", False),
         ("0.10.1", ">=0.2,<0.11", True), ("0.1.0", ">=0.2,<0.11", False), ("0.1.dev3", ">=0.1,<0.2", True),
+        ("0.1.0", "<0.2,>=0.1", True), ("0.2.0", "<0.2,>=0.1", False),
     ],
 )  # fmt: skip
 def test_version_clauses(version, clause, fits):
