@@ -489,7 +489,8 @@ class Context:
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send `metrics` to all loggers. Called on rank 0."""
-        self.hooks.hook.log_metrics(metrics=metrics, step=step, run=self)
+        if (log := self.hooks.implemented("log_metrics")) is not None:
+            log(metrics=metrics, step=step, run=self)
 
     @contextlib.contextmanager
     def making_whole(self) -> Iterator[None]:
