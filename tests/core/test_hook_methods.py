@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -240,3 +241,27 @@ def test_only_rank_0_writes_what_is_logged_by_hand():
 
     assert first == (2, {"width": 3, "depth": 4})
     assert second == (0, {})
+
+
+class OnConnect(sg.Logger):
+    """Has a hook that a base class may have, too."""
+
+    written: ClassVar[list[Any]] = []
+
+    @sg.hookimpl
+    def on_connect(self):
+        pass
+
+    def log_metrics(self, metrics, step):
+        self.written.append((metrics, step))
+
+    def log_hyperparams(self, params):
+        pass
+
+
+def test_a_logger_is_called_by_hand_within_a_run():
+    logger = OnConnect()
+    with sg.Run(plugins=[logger], accelerator="cpu"):
+        logger.log_metrics({"loss": 0.5}, 3)
+
+    assert OnConnect.written == [({"loss": 0.5}, 3)]

@@ -318,3 +318,22 @@ def test_an_error_in_a_loop_of_ones_own_is_explained():
     with pytest.raises(ValueError, match="the disk is full"), sg.Run(accelerator="cpu", plugins=[plugin]):
         raise OSError(28, "write failed")
     assert len(plugin.asked) == 1
+
+
+class Optional:
+    @sg.hookimpl(optionalhook=True)
+    def on_validation_ennd(self):
+        pass
+
+    @sg.hookimpl(optionalhook=True)
+    def of_another_package(self):
+        pass
+
+
+def test_an_optional_hook_that_is_mistyped_is_warned_of():
+    with pytest.warns(
+        UserWarning, match="implements 'on_validation_ennd', which nothing calls; .*'on_validation_end'"
+    ) as told:
+        sg.Trainer(plugins=[Optional()], **QUIET)
+
+    assert not [each for each in told if "of_another_package" in str(each.message)]

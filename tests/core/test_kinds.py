@@ -158,6 +158,7 @@ OTHERS = {
     "another name": ("referee = acme_others:JUDGE", r"is Kind\('judge', ...\); expected stratagem.api.Kind\('referee'"),
     "twice": ("judge = acme_others:JUDGE", "kind 'judge' of acme-others 1.0 is also the kind of another package"),
     "of the engine": ("strategy = acme_others:STRATEGY", "kind 'strategy' .* is also the kind of another package"),
+    "of the Trainer": ("callback = acme_others:CALLBACK", "kind 'callback' of acme-others .* kind of another package"),
     "an argument": ("steps = acme_others:STEPS", "has the argument 'max_steps', which exists already"),
     "a word": ("words = acme_others:WORDS", "has the argument 'sources', which exists already"),
     "a hook": ("hooked = acme_others:HOOKED", "adds the hook 'judge', which exists already"),
@@ -171,7 +172,7 @@ OTHER_SOURCE = """
 
     JUDGE, STRATEGY = Kind("judge", Referee), Kind("strategy", Referee)
     STEPS, WORDS = Kind("steps", Referee, argument="max_steps"), Kind("words", Referee, argument="sources")
-    HOOKED = Kind("hooked", Referee, hooks=acme_judges)
+    HOOKED, CALLBACK = Kind("hooked", Referee, hooks=acme_judges), Kind("callback", Referee, argument="referees")
 """
 
 
@@ -199,6 +200,25 @@ def test_a_kind_that_contradicts_another_is_left_out(case, tmp_path):
     assert trainer.settings.max_steps == 3
     assert before == list(registry.kinds())
     assert "referee" not in before
+
+
+def test_a_kind_of_the_trainer_is_not_replaced_where_the_trainer_is_not_imported(tmp_path):
+    add(tmp_path, "acme_others", "[stratagem.kind]\ncallback = acme_others:CALLBACK\n", OTHER_SOURCE)
+    code = "from stratagem.discovery import registry; print(registry.kinds()['callback'].base.__module__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
+    )
+
+    assert done.stdout.strip() == "stratagem_trainer.api.kinds", done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")
+@pytest.mark.parametrize("name", ["logger", "checkpoint", "callback"])
+def test_a_list_that_names_a_plugin_hides_no_kind_of_that_name(monkeypatch, name):
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", name)
+
+    assert name in registry.kinds()
+    sg.Trainer(**QUIET, accelerator="cpu")
 
 
 @pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")

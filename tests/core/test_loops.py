@@ -522,6 +522,21 @@ def test_optimizers_that_the_loop_cannot_step_are_refused(loop, made, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "callback",
+    [
+        {"name": "gradient_accumulation_scheduler", "scheduling": {0: 2}},
+        {"name": "global_batch_size", "samples": 16},
+    ],
+    ids=str,
+)
+def test_a_schedule_of_accumulation_is_refused_for_an_optimizer_that_evaluates_the_model(callback):
+    samples = [(x, y) for batch in joined_batches(4, 8) for x, y in zip(*batch, strict=True)]
+    trainer = sg.Trainer(max_epochs=1, callbacks=[callback], **QUIET)
+    with pytest.raises(ConfigError, match="accumulate_grad_batches is 2 with LBFGS, which evaluates the model itself"):
+        trainer.fit(Lbfgs(), torch.utils.data.DataLoader(samples, batch_size=8))
+
+
 def test_a_checkpoint_past_the_end_of_an_epoch_ends_it_with_a_warning(loop):
     made = loop()
     made.position.batches_done = 9

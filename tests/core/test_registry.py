@@ -143,7 +143,7 @@ def test_an_argument_whose_plugin_is_absent_names_the_package(request, monkeypat
         pass
 
 
-@pytest.mark.parametrize("name", ["stratagem-core", "stratagem_core", "stratagem"])
+@pytest.mark.parametrize("name", ["stratagem-core", "stratagem_core", "stratagem", "stratagem-trainer"])
 def test_a_package_for_another_core_is_refused(install, name):
     install("acme-new", {"stratagem.strategy": {"new": "Mine"}}, STRATEGY, requires=[f"{name}>=99"])
 

@@ -25,6 +25,7 @@ from stratagem.api.world import Mesh, World
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import torch
@@ -459,6 +460,8 @@ class Kind:
     dotted: bool = True
     #: Its plugins act on events of a Trainer: a `Run` has no argument for them.
     needs_trainer: bool = False
+    #: Called with each plugin of this kind and the run that has it, in each process, before any hook.
+    joined: Callable[[Any, Any], None] | None = None
     #: Kinds are listed in this order. Plugins of a kind that another package adds are called after those of the
     #: engine's kinds and before callbacks, among themselves in this order.
     place: int = 80

@@ -85,9 +85,11 @@ def kinds() -> dict[str, Kind]:
 @cache
 def _kinds(allow: str, deny: str) -> dict[str, Kind]:
     found: dict[str, Kind] = {}
-    # The engine's and the Trainer's first: what contradicts them is left out, as a broken package is, since a run may
-    # not name either.
-    for entry in sorted(_visible(allow, deny), key=lambda entry: entry.distribution not in _OWNERS.values()):
+    # The engine's and those of the catalog first: what contradicts them is left out, as a broken package is, since a
+    # run may not name either.
+    ours = catalog.providers("kind")
+    listed = sorted(_visible(allow, deny), key=lambda entry: ours.get(entry.name, _ENGINE) != entry.distribution)
+    for entry in listed:
         if entry.kind == "kind":
             try:
                 kind = entry.load()
@@ -99,6 +101,8 @@ def _kinds(allow: str, deny: str) -> dict[str, Kind]:
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
+#: The distribution of the engine's own kinds.
+_ENGINE = "stratagem-core"
 #: Arguments that exist, each with the distribution whose kinds may choose plugins by it.
 _OWNERS: dict[str, str] = {}
 
@@ -268,11 +272,11 @@ def _headers(distribution: Distribution) -> tuple[str, str, list[str]]:
 _HEADER = re.compile(r"^(Name|Version|Requires-Dist):(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
-#: Matches a requirement on the core, or on `stratagem`, which has the core's version. It is parsed when the plugin is
-#: loaded, so that listing imports no parser.
-_NAMES_CORE = re.compile(r"stratagem([-_.]core)?(?![-.\w])", re.IGNORECASE)
+#: Matches a requirement on the core, or on what has the core's version and names that plugins import. It is parsed when
+#: the plugin is loaded, so that listing imports no parser.
+_NAMES_CORE = re.compile(r"stratagem([-_.](core|trainer))?(?![-.\w])", re.IGNORECASE)
 #: The two orders in which builders write the form that most packages use.
-_PLAIN = re.compile(r"stratagem(?:-core)?(?:>=(\d+)\.(\d+),<(\d+)\.(\d+)|<(\d+)\.(\d+),>=(\d+)\.(\d+))")
+_PLAIN = re.compile(r"stratagem(?:-core|-trainer)?(?:>=(\d+)\.(\d+),<(\d+)\.(\d+)|<(\d+)\.(\d+),>=(\d+)\.(\d+))")
 
 
 @cache
@@ -281,7 +285,8 @@ def _visible(allow: str, deny: str) -> tuple[Entry, ...]:
     allowed, denied = _names(allow), _names(deny)
     found = []
     for entry in _scan():
-        titles = _titles(entry)
+        # A kind may be called as a plugin or a command is: a list means those.
+        titles = {entry.distribution.lower(), entry.qualified_name.lower()} if entry.kind == "kind" else _titles(entry)
         # The allow list limits runs. Commands and kinds stay available, to find out what a run lacks.
         if not titles & denied and (not allowed or titles & allowed or entry.kind in ("command", "kind")):
             found.append(entry)

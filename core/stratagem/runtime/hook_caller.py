@@ -67,6 +67,10 @@ class HookCaller:
     def __init__(self, stack: Stack, run: RunContext) -> None:
         self._stack, self._run = stack, run
         self._manager = _hook_manager(stack)
+        kinds = registry.kinds()
+        for choice in stack.active():
+            if choice.kind in kinds and (joined := kinds[choice.kind].joined) is not None:
+                joined(choice.plugin, run)
         #: Pluggy's callers, by name.
         self.hook = self._manager.hook
         self.bind()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +13,7 @@ from stratagem.api.capabilities import MULTI_PROCESS, Capabilities
 from stratagem.api.kinds import Plugin
 from stratagem.discovery import registry
 from stratagem.discovery.catalog import moved_names
-from stratagem.errors import ConfigError, PluginError, nearest
+from stratagem.errors import ConfigError, PluginError, mistyped, nearest
 from stratagem.stack.construction import make
 from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
 
@@ -30,10 +31,13 @@ def check_hooks(stack: Stack) -> None:
         for hook, marker in implemented.items():
             if hook not in specifications:
                 if marker["optionalhook"]:
+                    if hint := mistyped(hook, specifications):
+                        warnings.warn(f"{choice} implements {hook!r}, which nothing calls; {hint}", stacklevel=2)
                     continue
                 raise PluginError(
                     f"{choice} implements {hook!r}, which is not a hook of stratagem",
-                    do=nearest(hook, specifications) or "see docs/hooks.md for the hooks",
+                    do=nearest(hook, specifications)
+                    or "see docs/hooks.md; install the package that adds it, or mark it @hookimpl(optionalhook=True)",
                 )
             if specifications[hook]["firstresult"] and not marker["wrapper"]:
                 answers.setdefault(hook, []).append(choice)

@@ -121,10 +121,11 @@ def _template(name: str) -> Template:
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in registry.kinds():
-        raise ConfigError(
-            f"kind {kind!r} is unknown", expected=", ".join(registry.kinds()), do=nearest(kind, registry.kinds())
-        )
+    templates = files(__package__).joinpath("templates")
+    known = [name for name in registry.kinds() if templates.joinpath(f"{name}.py.txt").is_file()]
+    if kind not in known:
+        found = "has no template" if kind in registry.kinds() else "is unknown"
+        raise ConfigError(f"kind {kind!r} {found}", expected=", ".join(known), do=nearest(kind, known))
 
 
 def _check_name(kind: str, name: str) -> None:

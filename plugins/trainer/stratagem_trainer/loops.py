@@ -101,12 +101,8 @@ class TrainLoop:
                 do="set automatic_optimization = False and step them in training_step",
             )
         accumulates = self.settings.accumulate_grad_batches != 1
-        if self.closes_over and accumulates:
-            raise ConfigError(
-                f"accumulate_grad_batches is {self.settings.accumulate_grad_batches} with "
-                f"{type(self.optimizer).__name__}, which evaluates the model itself",
-                expected="1",
-            )
+        if accumulates:
+            self._check_accumulation(self.settings.accumulate_grad_batches)
         refused = {"accumulate_grad_batches": accumulates, "gradient_clip_val": self.settings.gradient_clip_val}
         for option, is_set in refused.items():
             if manual and is_set:
@@ -115,6 +111,14 @@ class TrainLoop:
                     expected="it unset",
                     do="do it in training_step, where you step the optimizers",
                 )
+
+    def _check_accumulation(self, batches: int | dict[int, int]) -> None:
+        """Refuse to accumulate for an optimizer that evaluates one batch many times."""
+        if self.closes_over:
+            raise ConfigError(
+                f"accumulate_grad_batches is {batches} with {type(self.optimizer).__name__}, which evaluates the model "
+                "itself", expected="1",
+            )  # fmt: skip
 
     def fit(self) -> None:
         """Train from the current position until a limit."""
@@ -177,6 +181,8 @@ class TrainLoop:
     def _epoch(self) -> None:
         state, position = self.state, self.position
         self.accumulate = state.accumulate_grad_batches
+        if self.accumulate != 1:
+            self._check_accumulation(self.accumulate)  # a callback may have scheduled it
         self.reload_loaders()
         if position.batches_done == 0:
             state.events.emit("on_train_epoch_start")

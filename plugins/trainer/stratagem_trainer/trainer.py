@@ -17,7 +17,6 @@ from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.context import Context
 from stratagem_trainer.api.callback_log import let_log
-from stratagem_trainer.api.hook_methods import belongs_to
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.events import Events
 from stratagem_trainer.fit_state import FitState
@@ -178,8 +177,6 @@ class Trainer(View):
 
     def _enter(self) -> None:
         """Begin a call in this process."""
-        for logger in self.loggers:
-            belongs_to(logger, self.run)
         if self._state.module is not None:
             let_log(self.callbacks, self._state.module)
         self._state.begin(Events(self._state))

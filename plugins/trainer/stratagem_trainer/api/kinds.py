@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from attrs import define
 
 import stratagem_trainer.api.events as events
 from stratagem.api.kinds import Kind, Plugin
-from stratagem.api.markers import hookimpl
 from stratagem_trainer.api.callback_log import LogsMetrics
 from stratagem_trainer.api.events import CallbackEvents, LoggerMethods
 from stratagem_trainer.api.hook_methods import belongs_to
-
-if TYPE_CHECKING:
-    from stratagem.api.context import RunContext
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -36,11 +32,6 @@ class Logger(LoggerMethods, Plugin):
     kind: ClassVar[str] = "logger"
     identified_by_options: ClassVar[bool] = True
 
-    @hookimpl
-    def on_connect(self, run: RunContext) -> None:
-        """Let the methods be called by hand; a `Trainer` lets them before it connects."""
-        belongs_to(self, run)
-
 
 def has_role(plugin: Any, role: str) -> bool:
     """Whether a callback declares that it has this one of `Callback.roles`."""
@@ -53,5 +44,5 @@ CALLBACK: Final = Kind(
 )  # fmt: skip
 LOGGER: Final = Kind(
     "logger", Logger, conformance="stratagem_testing:LoggerConformance", module="loggers", needs_trainer=True,
-    place=100,
+    joined=belongs_to, place=100,
 )  # fmt: skip
