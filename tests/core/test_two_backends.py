@@ -26,7 +26,7 @@ from stratagem.distributed.interfaces import interface_of
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_testing import run_in_processes
-from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.metrics import LogOptions, StageMetrics
 
 CUDA = torch.device("cuda", 0)
 
@@ -67,7 +67,7 @@ def _control_words(rank, world_size):
     _fake()
     talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="fake", timeout=timedelta(seconds=30))
     book = StageMetrics(True, talk)
-    book.log("loss", rank, sync_dist=True, on_step=True, on_epoch=True)
+    book.log("loss", rank, LogOptions(sync_dist=True, on_step=True, on_epoch=True))
     book.reduce_step(0)
     far = _OnADevice(torch.tensor([1.0, 2.0]))
     found = {

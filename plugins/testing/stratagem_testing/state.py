@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import stratagem as sg
+from stratagem.api import Plugin
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.training import in_empty_folder, share
 
@@ -22,7 +23,7 @@ def resume_each(
     Patches `cls`: call it in a process that ends afterwards.
     """
     loaded: list[str] = []
-    wanted = [method for method in _LOADERS if callable(getattr(cls, method, None))]
+    wanted = [method for method in _LOADERS if getattr(cls, method, None) is not getattr(Plugin, method, None)]
     for method in wanted:
         load = _LOADERS[method]
         assert callable(getattr(cls, load, None)), f"{cls.__name__} has {method} and not {load}"

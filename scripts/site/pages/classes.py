@@ -36,8 +36,11 @@ operations, the mesh. What `trainer` has is on the page of the [trainer](trainer
 """
 
 OF_PLUGINS = (
-    "Plugin", "Strategy", "Precision", "CommHook", "Environment", "Launcher", "Accelerator", "CheckpointFormat",
-    "Callback", "Logger", "Command", "Kind",
+    *(f"stratagem.api.kinds.{name}" for name in (
+        "Plugin", "Strategy", "Precision", "CommHook", "Environment", "Launcher", "Accelerator", "CheckpointFormat",
+    )),
+    "stratagem_trainer.api.kinds.Callback", "stratagem_trainer.api.kinds.Logger", "stratagem.api.kinds.Command",
+    "stratagem.api.kinds.Kind",
 )  # fmt: skip
 OF_HOOKS = (
     "context.RunContext", "world.World", "world.Collectives", "world.Mesh", "values.Bucket", "values.PrecisionPolicy",
@@ -56,9 +59,7 @@ OF_ALL_KINDS = {"kind", "capabilities", "identified_by_options"}
 def pages(root: Path) -> dict[str, str]:
     """Return the pages by path."""
     module = [f"## {title}\n\n{members(root, path)}" for title, path in OF_MODULES.items()]
-    bases = [
-        _class(root, f"stratagem.api.kinds.{name}", () if name == "Plugin" else OF_ALL_KINDS) for name in OF_PLUGINS
-    ]
+    bases = [_class(root, path, () if path.endswith(".Plugin") else OF_ALL_KINDS) for path in OF_PLUGINS]
     return {
         "reference/module.md": "\n".join([MODULE, *module]),
         "reference/datamodule.md": f"{DATAMODULE}\n{members(root, 'stratagem_trainer.datamodule.DataModule', level=2)}",
