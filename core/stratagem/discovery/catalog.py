@@ -21,19 +21,17 @@ def _catalog() -> dict[str, Any]:
 
 def default(role: str) -> str:
     """Return the name used for `role` when the user names none."""
-    name: str = _catalog()["defaults"][role]
-    return name
+    return str(_catalog()["defaults"][role])
 
 
 def automatic(group: str) -> list[str]:
     """Return the names of the callbacks of every run ("callback"), or of every fit ("trainer_callback")."""
-    names: list[str] = _catalog()["automatic"][group]
-    return names
+    return list(_catalog()["automatic"][group])
 
 
 def moved(name: str) -> str:
     """Return what to use instead of `name`, a spelling of a dtype or a name of other trainers; "" for others."""
-    return str(_catalog()["spellings"].get(name, "")) or moved_plugin(name)
+    return str(_catalog()["spellings"].get(name, "")) or moved_names("plugins").get(name, "")
 
 
 def is_dtype(name: str) -> bool:
@@ -59,11 +57,6 @@ GROUP = "stratagem_moved_names"
 def moved_argument(name: str) -> str:
     """Return what to write instead of `name`, an argument of another trainer; "" for an unknown one."""
     return moved_names("arguments").get(name, "")
-
-
-def moved_plugin(name: str) -> str:
-    """Return what to write instead of `name`, a plugin of another trainer; "" for an unknown one."""
-    return moved_names("plugins").get(name, "")
 
 
 @cache

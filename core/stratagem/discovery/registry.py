@@ -88,8 +88,7 @@ def _kinds(allow: str, deny: str) -> dict[str, Kind]:
     # The engine's and those of the catalog first: what contradicts them is left out, as a broken package is, since a
     # run may not name either.
     ours = catalog.providers("kind")
-    listed = sorted(_visible(allow, deny), key=lambda entry: ours.get(entry.name, _ENGINE) != entry.distribution)
-    for entry in listed:
+    for entry in sorted(_visible(allow, deny), key=lambda each: ours.get(each.name, _ENGINE) != each.distribution):
         if entry.kind == "kind":
             try:
                 kind = entry.load()
@@ -109,8 +108,7 @@ _OWNERS: dict[str, str] = {}
 
 def reserve(arguments: Iterable[str], owner: str) -> None:
     """Keep kinds of other distributions than `owner` from choosing plugins by one of these `arguments`."""
-    for argument in arguments:
-        _OWNERS.setdefault(argument, owner)
+    _OWNERS.update(dict.fromkeys(arguments, owner) | _OWNERS)
     _kinds.cache_clear()
 
 

@@ -195,7 +195,7 @@ def _hook_manager(stack: Stack) -> _PluginManager:
     manager = _PluginManager("stratagem")
     for module in hook_modules():
         manager.add_hookspecs(module)
-    answered, specifications = set(), hook_functions()
+    answered, bases = set(), {object, *(kind.base for kind in registry.kinds().values())}
     # pluggy calls the last registered first.
     for choice in reversed(stack.active()):
         try:
@@ -205,7 +205,7 @@ def _hook_manager(stack: Stack) -> _PluginManager:
             raise PluginError(
                 f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
             ) from error
-        _check_marked(choice, implementations, specifications)
+        _check_marked(choice, implementations, bases)
         answered |= {hook for hook, marker in implementations.items() if not marker["wrapper"]}
     unanswered = [hook for hook in default_hooks.DEFAULTS if hook not in answered]
     manager.defaults = default_hooks.plugin_with(unanswered)
@@ -213,11 +213,14 @@ def _hook_manager(stack: Stack) -> _PluginManager:
     return manager
 
 
-def _check_marked(choice: Any, implementations: Mapping[str, Any], specifications: Mapping[str, Any]) -> None:
-    """Refuse methods with the name of a hook that are not marked: they would never be called."""
-    bases = {object, *(kind.base for kind in registry.kinds().values())}
+def _check_marked(choice: Any, implementations: Mapping[str, Any], bases: set[Any]) -> None:
+    """Refuse methods with the name of a hook that are not marked: they would never be called.
+
+    Args:
+        bases: classes whose methods are not meant, such as those of kinds.
+    """
     base = next(cls for cls in type(choice.plugin).__mro__ if cls in bases)
-    for name, specification in specifications.items():
+    for name, specification in hook_functions().items():
         method = getattr(choice.plugin, name, None)
         inherited = hasattr(base, name) and name not in getattr(choice.plugin, "__dict__", {})
         if name in implementations or not callable(method) or inherited:

@@ -15,7 +15,14 @@ from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.mapped_file import with_own_extras, with_own_memory
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
-from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, together, with_new_options
+from stratagem.checkpoint.state_checks import (
+    applying,
+    check_optimizer,
+    check_weights_fit,
+    from_first,
+    together,
+    with_new_options,
+)  # fmt: skip
 from stratagem.checkpoint.trained_part import check_part
 from stratagem.errors import CheckpointError
 from stratagem.runtime.handles import ModelHandle
@@ -106,17 +113,14 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
     run.wait_for_saves()
 
     def other_format() -> str | None:
-        if not run.is_global_zero or run.checkpoint_format.recognises(path):
-            return None  # rank 0 decides, so that all ranks do the same
+        if run.checkpoint_format.recognises(path):
+            return None
         if (name := name_of_format(path)) is None:
             check_is_not_folder(path)
         return name
 
-    other = run.collectives.broadcast_object(together(run.collectives, other_format))
-    if other is None:
-        state: dict[str, Any] = run.ask("load_checkpoint", path=path)
-    else:
-        state = read_with(format_named(other), path, run)
+    other = from_first(run.collectives, other_format)  # so that all ranks do the same
+    state = run.ask("load_checkpoint", path=path) if other is None else read_with(format_named(other), path, run)
     check_version(state, path)
     return with_own_memory(state)
 

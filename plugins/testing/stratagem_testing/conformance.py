@@ -190,7 +190,9 @@ class Conformance:
         chosen = self._arguments(world_size)
         others = [(repr(each), self._choosing(each)._arguments(world_size)) for each in self._spellings()]
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
-            dropped = self.run_in(state.resume_each, world_size, chosen, cls, others, Path(folder))
+            dropped = self.run_in(
+                state.resume_each, world_size, chosen, cls, self._state_methods(), others, Path(folder)
+            )
         assert not any(dropped), f"resumed without its state: {'; '.join(itertools.chain(*dropped))}"
 
     def test_its_state_comes_back_where_an_option_changed(self) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import stratagem as sg
-from stratagem.api import Plugin
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.training import in_empty_folder, share
 
@@ -16,14 +15,14 @@ _LOADERS = {"state_dict": "load_state_dict", "rank_state": "load_rank_states"}
 
 
 def resume_each(
-    rank: int, size: int, choose: dict[str, Any], cls: type[Any], others: list[tuple[str, dict[str, Any]]], folder: Path
-) -> list[str]:
+    rank: int, size: int, choose: dict[str, Any], cls: type[Any], wanted: list[str],
+    others: list[tuple[str, dict[str, Any]]], folder: Path,
+) -> list[str]:  # fmt: skip
     """Save a run with `choose`, and resume it with each of `others`; return which state of a `cls` was not restored.
 
-    Patches `cls`: call it in a process that ends afterwards.
+    `wanted` are the methods with which it saves. Patches `cls`: call it in a process that ends afterwards.
     """
     loaded: list[str] = []
-    wanted = [method for method in _LOADERS if getattr(cls, method, None) is not getattr(Plugin, method, None)]
     for method in wanted:
         load = _LOADERS[method]
         assert callable(getattr(cls, load, None)), f"{cls.__name__} has {method} and not {load}"

@@ -9,7 +9,7 @@ from typing import Final
 from attrs import frozen
 
 from stratagem.errors import ConfigError, mistyped
-from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_functions, hook_implementations
 from stratagem.stack.plugins import Choice
 from stratagem_trainer.api.kinds import Callback, Logger
 
@@ -49,16 +49,16 @@ def check_methods(choices: Iterable[Choice]) -> None:
     Raises:
         ConfigError: names the method, and what to define instead.
     """
+    hooks = {name for name in hook_functions() if name.startswith(_PREFIXES)}
     for choice in choices:
         for name, instead in CALLBACK.items():
             if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
                 raise refuse(str(choice), name, instead)
         if isinstance(choice.plugin, Callback | Logger):
-            _warn_of_misspelled(choice)
+            _warn_of_misspelled(choice, hooks)
 
 
-def _warn_of_misspelled(choice: Choice) -> None:
-    hooks = {name for name in hook_specifications() if name.startswith(_PREFIXES)}
+def _warn_of_misspelled(choice: Choice, hooks: set[str]) -> None:
     lacking = hooks - hook_implementations(choice.plugin).keys()
     for name in dir(type(choice.plugin)):
         is_own = name.startswith(_PREFIXES) and name not in hooks

@@ -51,7 +51,7 @@ def read_verified(path: Path, rank: int = 0, world_size: int = 1) -> tuple[dict[
     Every `world_size`-th file is compared with its checksum, starting at `rank`.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: the checkpoint is missing or damaged.
     """
     if is_remote(path) or not path.exists():
         raise CheckpointError(f"{path} does not exist", expected="a local checkpoint folder", do="check the path")
