@@ -206,7 +206,10 @@ def test_a_kind_of_the_trainer_is_not_replaced_where_the_trainer_is_not_imported
     add(tmp_path, "acme_others", "[stratagem.kind]\ncallback = acme_others:CALLBACK\n", OTHER_SOURCE)
     code = "from stratagem.discovery import registry; print(registry.kinds()['callback'].base.__module__)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
 
     assert done.stdout.strip() == "stratagem_trainer.api.kinds", done.stderr

@@ -110,6 +110,18 @@ def test_decisions_and_objects_travel_over_gloo_beside_a_devices_backend():
     assert first["lost"] == (False, True)
 
 
+def _gloo_beside_a_gpu(rank, world_size):
+    talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="gloo", timeout=timedelta(seconds=30))
+    far = _OnADevice(torch.ones(2))
+    found = (str(talk.device), str(talk.message_device), talk._in_rounds(far), talk._in_rounds(torch.ones(2)))
+    talk.close()
+    return found
+
+
+def test_gloo_never_gets_the_address_of_memory_on_a_gpu():
+    assert run_in_processes(_gloo_beside_a_gpu, 2, limit_s=180) == [("cuda:0", "cpu", False, True)] * 2
+
+
 def _save_in_the_background(rank, world_size, folder):
     timed = {"name": "ddp", "timeout": 33}
     format_ = {"name": "full", "async_save": True}

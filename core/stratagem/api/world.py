@@ -174,6 +174,8 @@ class Collectives:
     failed = False
     #: The device of tensors that are sent.
     device: Any = "cpu"
+    #: The device of tensors that point-to-point messages send: the CPU beside gloo, which sends from its memory alone.
+    message_device: Any = "cpu"
     #: Whether a collective on tensors of `device` raises an error when another rank dies, before the timeout.
     reports_lost_ranks = True
     #: torch's process group of these ranks, for engines that need one; None is the default group.

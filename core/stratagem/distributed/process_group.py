@@ -130,6 +130,15 @@ class TorchCollectives(Collectives):
             return tensor.device
         return self.device if self.device.type in self._backends else torch.device("cpu")
 
+    @property
+    def message_device(self) -> torch.device:
+        return self._messages_from(self.device)
+
+    def _messages_from(self, device: torch.device) -> torch.device:
+        import torch
+
+        return torch.device("cpu") if self._backends.get(device.type) == "gloo" else device
+
     def _same_call(self, call: str, *facts: Any) -> None:
         """Wait for all ranks, and check that all make this call; see `comparison`.
 
@@ -169,10 +178,10 @@ class TorchCollectives(Collectives):
         )  # fmt: skip
 
     def _in_rounds(self, tensor: torch.Tensor, ranks: int = 1) -> bool:
-        """Whether gloo sends `tensor`, of that many ranks at once, and takes longer than `rounds`."""
+        """Whether gloo sends the CPU tensor `tensor`, of that many ranks at once, and takes longer than `rounds`."""
         from stratagem.distributed.rounds import LARGEST
 
-        return self._backends.get(tensor.device.type) == "gloo" and ranks * tensor.nbytes <= LARGEST
+        return tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo" and ranks * tensor.nbytes <= LARGEST
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         place = self._sent_from(tensor)
@@ -262,7 +271,7 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
-        place = self._sent_from(tensor)
+        place = self._messages_from(self._sent_from(tensor))
         self._same_call("send_recv", *_facts(tensor, place))
         local = tensor.to(place).contiguous()
         self._count("send", local)

@@ -126,7 +126,7 @@ class Messages:
         """Start to send `tensors` to rank `to` of the pipeline; they must not change until `finish`."""
         import torch.distributed as dist
 
-        local = [each.detach().to(self.among.device).contiguous() for each in tensors]
+        local = [each.detach().to(self.among.message_device).contiguous() for each in tensors]
         self.among.traffic.add("send", sum(each.nbytes for each in local), self.among.world_size, len(local))
         messages = [self._message(dist.isend, each, to) for each in local]
         self._sent = [each for each in self._sent if not each[0].is_completed()]
@@ -136,7 +136,7 @@ class Messages:
         """Start to receive tensors of `forms` from rank `source`; return what to wait for, and the tensors."""
         import torch.distributed as dist
 
-        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.among.device) for form in forms]
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.among.message_device) for form in forms]
         messages = [self._message(dist.irecv, each, source) for each in tensors]
         return (dist.batch_isend_irecv(messages) if messages else []), tensors
 
