@@ -1,0 +1,151 @@
+"""Read and check a plan file: what one step of each class of ranks computes, sends and holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import cattrs
+from attrs import Factory, field, frozen, validators
+
+from stratagem.errors import ConfigError
+from stratagem_plan.devices import reasons
+
+SCHEMA = 1
+#: What a work item of each kind must tell, besides its phase, number format and count.
+_KINDS = {"matmul": ("m", "n", "k"), "attention": ("flops",), "vector": ("bytes",)}
+_positive = validators.ge(1)
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+@frozen(kw_only=True)
+class Work:
+    """A computation that a step repeats `count` times."""
+
+    phase: Phase
+    kind: Literal["matmul", "attention", "vector"]
+    dtype: str
+    count: float = field(validator=validators.gt(0))
+    #: Of a multiplication of (batch, m, k) and (batch, k, n).
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: int = field(default=1, validator=_positive)
+    #: Of one call of attention.
+    flops: float = 0
+    #: Read and written by one call of an elementwise operation.
+    bytes: float = 0
+    op: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if missing := [name for name in _KINDS[self.kind] if getattr(self, name) <= 0]:
+            raise ValueError(f"work of kind {self.kind} has no {' or '.join(missing)}")
+
+    @property
+    def total_flops(self) -> float:
+        """FLOPs of all calls; elementwise operations count 0."""
+        return self.count * (2.0 * self.batch * self.m * self.n * self.k if self.kind == "matmul" else self.flops)
+
+    @property
+    def moved(self) -> float:
+        """Bytes that one call reads and writes; attention's are not known."""
+        if self.kind == "matmul":
+            width = 4 if self.dtype in ("float32", "tf32") else 2
+            return float(width * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n))
+        return self.bytes
+
+
+@frozen(kw_only=True)
+class Collective:
+    """A collective, or a message to another rank, that a step repeats `calls` times."""
+
+    phase: Phase
+    op: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "send", "all_to_all"]
+    axis: str
+    ranks: int = field(validator=_positive)
+    within_node: bool
+    #: Bytes of one call: of an all-gather's whole result, of a reduce-scatter's whole input.
+    payload: float
+    calls: float = field(validator=validators.gt(0))
+
+
+@frozen(kw_only=True)
+class Bubble:
+    """A pipeline's schedule."""
+
+    stages: int = field(validator=_positive)
+    microbatches: int = field(validator=_positive)
+    interleave: int = field(default=1, validator=_positive)
+
+
+@frozen(kw_only=True)
+class RankClass:
+    """Ranks that do the same."""
+
+    rank: int
+    ranks: int
+    work: list[Work] = field(validator=validators.min_len(1))
+    collectives: list[Collective] = Factory(list)
+    bubble: Bubble | None = None
+
+
+@frozen(kw_only=True)
+class World:
+    """The processes of the planned run."""
+
+    devices_per_node: int = field(validator=_positive)
+    nodes: int = field(validator=_positive)
+    world_size: int = field(validator=_positive)
+
+
+@frozen(kw_only=True)
+class Inputs:
+    """What one rank reads for one step of the optimizer; `tokens` is 0 if they are of another kind."""
+
+    samples: int
+    tokens: int = 0
+
+
+@frozen(kw_only=True)
+class Plan:
+    """A plan file; keys that are not needed here are ignored."""
+
+    script: str
+    device: str
+    world: World
+    inputs: Inputs
+    #: Ranks that read different samples.
+    data_ranks: int = field(validator=_positive)
+    accumulate: int = field(default=1, validator=_positive)
+    classes: list[RankClass] = field(validator=validators.min_len(1))
+    assumptions: list[str] = Factory(list)
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan in the file at `path`.
+
+    Raises:
+        ConfigError: it cannot be read, has another schema, or a key is missing or wrong.
+    """
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"plan file '{path}' cannot be read: {error}", expected="JSON", do=_AGAIN) from None
+    found = tree.get("schema") if isinstance(tree, dict) else None
+    if found != SCHEMA:
+        raise ConfigError(f"plan file '{path}' has schema {found}", expected=str(SCHEMA), do=_AGAIN)
+    return structure(tree, str(path))
+
+
+_AGAIN = "write it again with `stratagem plan --json FILE` of this version"
+_CONVERTER = cattrs.Converter()
+
+
+def structure(tree: dict[str, Any], name: str) -> Plan:
+    """Return the plan that `tree` describes; `name` is for messages."""
+    try:
+        return _CONVERTER.structure(tree, Plan)
+    except cattrs.BaseValidationError as error:
+        raise ConfigError(f"plan file '{name}' is broken: {reasons(error)}", do=_AGAIN) from None

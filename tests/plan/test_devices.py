@@ -1,0 +1,93 @@
+"""The catalogue of devices: what a file must have, and what happens where a figure is absent."""
+
+from __future__ import annotations
+
+import pytest
+
+from stratagem.errors import ConfigError
+from stratagem_plan import devices
+
+#: What a prediction for one device needs.
+COMPLETE = ("memory_bytes", "memory_bytes_per_s")
+
+
+@pytest.mark.parametrize("name", devices.catalogue())
+def test_every_device_has_sources_and_plausible_figures(name):
+    device = devices.find(name)
+
+    assert device.source
+    assert 2025 <= device.read_on.year <= 2027
+    assert all(1e12 < value < 1e16 for value in device.flops.values())
+    assert all(key.endswith("_dense") for key in device.flops)
+    assert device.memory_bytes is None or 8e9 < device.memory_bytes < 1e12
+    assert device.memory_bytes_per_s is None or 1e11 < device.memory_bytes_per_s < 1e14
+    for link in filter(None, (device.intra, device.inter)):
+        assert 1e9 < link.bytes_per_s_per_direction < 2e12
+        assert link.latency_s is None or 1e-7 < link.latency_s < 1e-4
+
+
+def test_at_least_sixteen_devices_are_complete():
+    found = [devices.find(name) for name in devices.catalogue()]
+    complete = [each for each in found if each.flops and all(getattr(each, figure) for figure in COMPLETE)]
+
+    assert len(complete) >= 16
+
+
+def test_the_vendors_page_is_the_source_where_a_file_says_so():
+    vendors = [each for each in map(devices.find, devices.catalogue()) if each.vendor]
+
+    assert vendors
+    assert all(each.source.startswith("docs.cloud.google.com/tpu") for each in vendors)
+
+
+def test_curves_ascend_in_size_and_stay_below_the_peak():
+    device = devices.find(devices.MEASURED)
+    curve = device.need("curve")
+    rates = [(key, each) for key, each in curve.matmul.items()]
+
+    assert all(each.size == sorted(each.size) and len(each.size) == len(each.per_s) for _, each in rates)
+    assert all(max(each.per_s) < device.need(f"flops.{key}") for key, each in rates)
+    assert max(curve.vector.per_s) < device.need("memory_bytes_per_s")
+
+
+def test_an_unknown_name_gets_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"device 'h100-sxm' is unknown; expected .*; did you mean 'h100-sxm-80gb'"):
+        devices.find("h100-sxm")
+
+
+def test_an_absent_figure_is_an_error_when_it_is_needed():
+    device = devices.find("h20")
+
+    with pytest.raises(ConfigError, match=r"device 'h20' has no memory_bytes_per_s: no source was found for it; pass"):
+        device.need("memory_bytes_per_s")
+    with pytest.raises(ConfigError, match=r"has no flops\.fp8_dense"):
+        device.need("flops.fp8_dense")
+
+
+def test_a_users_folder_and_file_add_devices_and_replace_figures(tmp_path, monkeypatch):
+    own = 'source = "me"\nread_on = 2026-11-27\nvendor = false\nmemory_bytes = 1e9\n'
+    (tmp_path / "mine.toml").write_text(own)
+    (tmp_path / "h20.toml").write_text("memory_bytes = 96e9\n")
+    file = tmp_path / "file.txt"
+    file.write_text("[flops]\nbf16_dense = 1e15\n")
+    monkeypatch.setenv(devices.FOLDER_VARIABLE, str(tmp_path))
+
+    assert devices.find("mine").memory_bytes == 1e9
+    assert devices.find("h20").memory_bytes == 96e9
+    assert devices.find("h20").flops == {"bf16_dense": 148e12}
+    assert devices.find("h20", file).flops == {"bf16_dense": 1e15}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory = 3\n", "file of device 'mine' has a wrong value: extra fields found \\(memory\\)"),
+        ("memory_bytes = 'x'\n", "file of device 'mine' has a wrong value"),
+        ("memory_bytes =\n", "device file '.*mine.toml' cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path, text, message):
+    (tmp_path / "mine.toml").write_text('source = "me"\nread_on = 2026-11-27\nvendor = false\n' + text)
+
+    with pytest.raises(ConfigError, match=message):
+        devices.find("mine", tmp_path / "mine.toml")
