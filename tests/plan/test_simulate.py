@@ -38,6 +38,43 @@ def llama():
     return structure(torchtitan(LLAMA), "Llama")
 
 
+#: With every key that a plan file has.
+WHOLE = {
+    "schema": 1, "versions": {"torch": "2.13"}, "script": "train.py --x", "device": "h100-sxm-80gb",
+    "world": {"devices_per_node": 8, "nodes": 2, "world_size": 16}, "stack": {"strategy": "fsdp"},
+    "inputs": {"samples": 4, "tokens": 8192}, "data_ranks": 16, "accumulate": 1, "assumptions": ["a value is equal"],
+    "classes": [{
+        "rank": 0, "ranks": 16, "peak": 7e10, "at_peak": {"parameters": 1e9}, "peak_phase": "backward", "end": {},
+        "work": [
+            {"phase": "forward", "kind": "matmul", "dtype": "bfloat16", "m": 8192, "n": 4096, "k": 1024, "batch": 1, "count": 24},
+            {"phase": "backward", "kind": "attention", "dtype": "bfloat16", "flops": 1e11, "count": 24},
+            {"phase": "optimizer", "kind": "vector", "op": "aten.mul", "dtype": "float32", "bytes": 0, "count": 24},
+        ],
+        "collectives": [
+            {"phase": "forward", "op": "all_gather", "axis": "shard", "ranks": 16, "within_node": False, "payload": 1e8, "calls": 48},
+        ],
+        "bubble": None,
+    }],
+}  # fmt: skip
+
+
+def test_a_plan_with_every_key_is_read(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(json.dumps(WHOLE))
+
+    assert main(["simulate", str(tmp_path / "plan.json"), "--device", "h200-sxm-141gb", "--tokens", "1e9"]) == 0
+    assert "a value is equal" in capsys.readouterr().out
+
+
+def test_figures_of_a_file_replace_those_of_the_device(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(json.dumps(WHOLE))
+    (tmp_path / "slow.toml").write_text("[inter]\nbytes_per_s_per_direction = 1e9\nlatency_s = 1e-5\n")
+    plan = structure(WHOLE, "whole")
+    slow = find(plan.device, tmp_path / "slow.toml")
+
+    assert main(["simulate", str(tmp_path / "plan.json"), "--device-file", str(tmp_path / "slow.toml")]) == 0
+    assert simulate(plan, slow).step_s.expected > 2 * simulate(plan, find(plan.device)).step_s.expected
+
+
 def test_the_program_prints_and_writes_the_prediction(tmp_path, capsys):
     (tmp_path / "plan.json").write_text(json.dumps(megatron(GPT_3)))
     arguments = ["--tokens", "3e11", "--price", "2.5", "--mtbf", "50000h", "--json", str(tmp_path / "out.json")]
@@ -157,7 +194,8 @@ def test_a_plan_file_that_cannot_be_used_is_one_sentence(tmp_path, capsys, text,
     ("change", "message"),
     [
         ({"kind": "guess"}, "guess"),
-        ({"m": 0}, "work of kind matmul has no m"),
+        ({"m": 0}, "work of kind matmul has no m, n or k"),
+        ({"kind": "vector"}, "work of kind vector has no bytes"),
         ({"count": 0}, "count"),
         ({"phase": "sideways"}, "sideways"),
     ],

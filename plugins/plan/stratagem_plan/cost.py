@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Iterable
 
@@ -81,7 +82,7 @@ class Machine:
     def seconds(self, work: Work) -> float:
         """Return the time that the device computes for all calls of `work`."""
         assert self.measured.curve
-        one = self._bytes(work.moved) if work.moved else 0.0
+        one = self._bytes(work.bytes_of_one)
         if work.kind != "vector":
             one = max(one, self._flops(work))
         return work.count * max(one, self.measured.curve.kernel_s)
@@ -95,9 +96,13 @@ class Machine:
         key = number_format(work.dtype)
         curve = self.measured.curve
         assert curve
-        flops = work.total_flops / work.count
+        flops = work.flops_of_one
         if work.kind == "attention" and key in _ATTENTION:
-            rates, known, size = curve.attention[work.phase], "bf16_dense", flops
+            rates, known, size = (
+                curve.attention["backward" if work.phase == "backward" else "forward"],
+                "bf16_dense",
+                flops,
+            )
         else:
             known = key if key in curve.matmul else "bf16_dense"
             rates, size = curve.matmul[known], _size(work)
@@ -149,7 +154,7 @@ class Machine:
 
 def _size(work: Work) -> float:
     """Return the harmonic mean of a multiplication's sizes: FLOPs by bytes, but for a factor; attention is large."""
-    return 3 / (1 / work.m + 1 / work.n + 1 / work.k) if work.kind == "matmul" else math.inf
+    return statistics.harmonic_mean(work.sizes) if work.kind == "matmul" else math.inf
 
 
 def number_format(dtype: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from stratagem.errors import ConfigError
 from stratagem_plan.devices import reasons
 
 SCHEMA = 1
-#: What a work item of each kind must tell, besides its phase, number format and count.
-_KINDS = {"matmul": ("m", "n", "k"), "attention": ("flops",), "vector": ("bytes",)}
+#: What a work item of each kind has of its own.
+_TELLS = {"matmul": "m, n or k", "attention": "flops", "vector": "bytes"}
 _positive = validators.ge(1)
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -34,27 +35,33 @@ class Work:
     k: int = 0
     batch: int = field(default=1, validator=_positive)
     #: Of one call of attention.
-    flops: float = 0
+    flops: float | None = None
     #: Read and written by one call of an elementwise operation.
-    bytes: float = 0
+    bytes: float | None = None
     op: str = ""
 
     def __attrs_post_init__(self) -> None:
-        if missing := [name for name in _KINDS[self.kind] if getattr(self, name) <= 0]:
-            raise ValueError(f"work of kind {self.kind} has no {' or '.join(missing)}")
+        told = {"matmul": min(self.sizes), "attention": self.flops, "vector": self.bytes}[self.kind]
+        if told is None or (self.kind == "matmul" and told < 1):
+            raise ValueError(f"work of kind {self.kind} has no {_TELLS[self.kind]}")
 
     @property
-    def total_flops(self) -> float:
-        """FLOPs of all calls; elementwise operations count 0."""
-        return self.count * (2.0 * self.batch * self.m * self.n * self.k if self.kind == "matmul" else self.flops)
+    def sizes(self) -> tuple[int, int, int]:
+        """Return m, n and k of a multiplication."""
+        return self.m, self.n, self.k
 
     @property
-    def moved(self) -> float:
+    def flops_of_one(self) -> float:
+        """FLOPs of one call; elementwise operations count 0."""
+        return 2.0 * self.batch * math.prod(self.sizes) if self.kind == "matmul" else self.flops or 0.0
+
+    @property
+    def bytes_of_one(self) -> float:
         """Bytes that one call reads and writes; attention's are not known."""
-        if self.kind == "matmul":
-            width = 4 if self.dtype in ("float32", "tf32") else 2
-            return float(width * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n))
-        return self.bytes
+        if self.kind != "matmul":
+            return self.bytes or 0.0
+        m, n, k = self.sizes
+        return float((4 if self.dtype in ("float32", "tf32") else 2) * self.batch * (m * k + k * n + m * n))
 
 
 @frozen(kw_only=True)

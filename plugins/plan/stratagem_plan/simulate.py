@@ -150,7 +150,7 @@ def _utilization(plan: Plan, device: Device) -> tuple[float, float]:
     forward = 0.0
     for ranks in plan.classes:
         for work in ranks.work:
-            flops = work.total_flops * ranks.ranks
+            flops = work.count * work.flops_of_one * ranks.ranks
             formats[work.dtype] = formats.get(work.dtype, 0.0) + flops
             forward += flops if work.phase == "forward" else 0.0
     peak = device.need(f"flops.{number_format(max(formats, key=lambda name: formats[name]))}")
