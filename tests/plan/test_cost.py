@@ -103,6 +103,15 @@ def test_messages_longer_than_the_computation_are_exposed():
     assert step.exposed == pytest.approx(step.communication - step.backward)
 
 
+def test_gradients_are_reduced_during_the_last_micro_batch_alone():
+    whole = plan(matmul(8192, 8192, 8192, "backward", count=40), collectives=[message(calls=10)])
+    once, four = (predict(evolve(whole, accumulate=number), H200)[0] for number in (1, 4))
+
+    assert once.exposed == pytest.approx(once.communication / 10)
+    assert four.exposed == pytest.approx(four.communication - four.backward / 4)
+    assert four.exposed > 4 * once.exposed
+
+
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     work = matmul(8192, 8192, 8192, count=1000)
     step = predict(plan(work, bubble=Bubble(stages=8, microbatches=32, interleave=2)), H200)[0]

@@ -184,7 +184,7 @@ def predict(plan: Plan, device: Device) -> tuple[Step, Interval]:
 def _slowest(plan: Plan, device: Device, all_links: bool) -> Step:
     measured = device if device.curve else find(MEASURED)
     machine = Machine(device, measured, plan.world.devices_per_node, all_links)
-    return max((_step_of(each, machine) for each in plan.classes), key=lambda step: step.total)
+    return max((_step_of(each, machine, plan.accumulate) for each in plan.classes), key=lambda step: step.total)
 
 
 def assumptions(plan: Plan, device: Device) -> list[str]:
@@ -209,21 +209,21 @@ def assumptions(plan: Plan, device: Device) -> list[str]:
     return found + [f"{device.name}: {device.warning}"] * bool(device.warning)
 
 
-def _step_of(ranks: RankClass, machine: Machine) -> Step:
+def _step_of(ranks: RankClass, machine: Machine, accumulate: int) -> Step:
     compute = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
     for work in ranks.work:
         compute[work.phase] += machine.seconds(work)
     exposed, bubble, communication = dict.fromkeys(compute, 0.0), 0.0, 0.0
-    hidden: dict[str, list[tuple[float, float]]] = {phase: [] for phase in compute}
+    hidden: dict[str, list[tuple[Collective, float]]] = {phase: [] for phase in compute}
     for message in ranks.collectives:
         seconds = machine.collective(message, _ranks_in_node(message, ranks.collectives, machine.per_node))
         communication += seconds
         if _overlapped(message):
-            hidden[message.phase].append((seconds, message.calls))
+            hidden[message.phase].append((message, seconds))
         else:
             exposed[message.phase] += seconds
     for phase, messages in hidden.items():
-        exposed[phase] += _not_hidden(messages, compute[phase])
+        exposed[phase] += _not_hidden(messages, compute[phase], accumulate)
     if ranks.bubble:
         passes = sum(compute[phase] + exposed[phase] for phase in ("forward", "backward"))
         bubble = passes * (ranks.bubble.stages - 1) / (ranks.bubble.microbatches * ranks.bubble.interleave)
@@ -239,10 +239,16 @@ def _overlapped(message: Collective) -> bool:
     return message.axis in DATA_AXES and message.phase != "optimizer"
 
 
-def _not_hidden(messages: list[tuple[float, float]], compute: float) -> float:
-    """Return what remains of messages sent while the device computes: what is longer than that, and one call."""
-    total, calls = sum(seconds for seconds, _ in messages), sum(calls for _, calls in messages)
-    return max(total - compute, total / calls) if calls else 0.0
+def _not_hidden(messages: list[tuple[Collective, float]], compute: float, accumulate: int) -> float:
+    """Return what remains of messages sent while the device computes: what is longer than that, and one call.
+
+    Gradients that are all-reduced are sent during the last of the micro-batches that are accumulated.
+    """
+    if not messages:
+        return 0.0
+    total, calls = sum(seconds for _, seconds in messages), sum(message.calls for message, _ in messages)
+    reduced = sum(seconds for message, seconds in messages if message.op == "all_reduce")
+    return max(total - compute, reduced - compute / accumulate, total / calls)
 
 
 def _ranks_in_node(message: Collective, others: Iterable[Collective], per_node: int) -> int:

@@ -31,6 +31,7 @@ def scaled(plan: Plan, nodes: int, *, strong: bool) -> Plan | None:
         world=evolve(plan.world, nodes=nodes, world_size=int(plan.world.world_size * factor)),
         inputs=evolve(plan.inputs, samples=int(plan.inputs.samples * part), tokens=int(plan.inputs.tokens * part)),
         data_ranks=int(plan.data_ranks * factor),
+        accumulate=max(1, round(plan.accumulate * part)),
         classes=[_ranks(each, axis, factor, part, nodes == 1) for each in plan.classes],
     )
 
