@@ -100,6 +100,17 @@ class RunContext(Protocol):
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0 only."""
 
+    def join(self, world: World, backend: str) -> Collectives:
+        """Return the collectives of the ranks of `world`, for an answer to `connect`. Collective.
+
+        Args:
+            backend: of torch.distributed, unless the environment connects the ranks itself.
+
+        Raises:
+            ConfigError: a process group exists with another backend or size.
+            LaunchError: the others did not come in time, or `backend` could not connect them.
+        """
+
     @property
     def mesh(self) -> Mesh:
         """How the strategy arranges the processes."""

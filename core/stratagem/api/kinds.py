@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stratagem.api.layout import Layout
+    from stratagem.api.world import Collectives
 
 # --- What all plugins have in common -----------------------------------------------------------------------------
 
@@ -276,6 +277,8 @@ class Environment(Plugin):
     #: Of several that are equally certain the highest wins. It is higher for one that is started within others:
     #: torchrun has 100, MPI 80, a scheduler of a cluster 50.
     precedence: ClassVar[int] = 50
+    #: Its processes do not exist: a plan counts what a step would send, and tensors have shapes and no values.
+    simulated: ClassVar[bool] = False
 
     def detect(self) -> Evidence | None:
         """Return why this environment is present and how certain that is, or None if it is not. Must not raise."""
@@ -305,6 +308,10 @@ class Environment(Plugin):
 
         Such an environment sets `World.generation` to the number of times that the job was started again.
         """
+        return None
+
+    def join(self, world: World, device: torch.device, timeout: timedelta) -> Collectives | None:
+        """Return the collectives of the processes of `world`; None lets torch.distributed connect them."""
         return None
 
     def requeue_command(self) -> list[str] | None:

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="RunSettings")
 
+#: What a program that runs a script sets in place of the script's arguments: functions of the class of the settings and
+#: the arguments by name, which return those to change.
+changes: list[Callable[[type[RunSettings], Mapping[str, Any]], Mapping[str, Any]]] = []
+
 
 @frozen(eq=False, repr=False)
 class PluginOption:
@@ -150,6 +154,8 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
         for kind, set_here in layer.options.items():
             for option, value in set_here.items():
                 options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, layer.text)
+    for change in changes:
+        values.update(change(cls, values))
     chosen = {name: values.pop(name) for name in added_arguments(cls) if name in values}
     settings = build(cls, {name: value for name, value in values.items() if name != "default_root_dir" or value}, "")
     for name in ("default_root_dir", "lock"):

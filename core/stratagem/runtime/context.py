@@ -234,6 +234,14 @@ class Context:
         """How long a rank waits for the other ranks to connect."""
         return self.stack.join_timeout()
 
+    def join(self, world: World, backend: str) -> Collectives:
+        from stratagem.distributed.process_group import TorchCollectives
+
+        joined = self.environment.join(world, self.device, self.join_timeout)
+        if joined is not None:
+            return joined
+        return TorchCollectives.connect(world, self.device, backend=backend, timeout=self.join_timeout)
+
     @property
     def precision_absorbed(self) -> bool:
         """Whether the strategy applies the precision's policy itself."""

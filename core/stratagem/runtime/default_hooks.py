@@ -21,10 +21,8 @@ from stratagem.runtime.data import shard_dataloader
 def connect(world: Any, run: Any) -> Collectives:
     if world.world_size == 1:
         return Collectives()
-    backend, timeout = run.stack.accelerator.plugin.backend, run.stack.join_timeout()
-    from stratagem.distributed.process_group import TorchCollectives
-
-    return TorchCollectives.connect(world, run.device, backend=backend, timeout=timeout)
+    joined: Collectives = run.join(world, run.backend)
+    return joined
 
 
 def units() -> list[nn.Module]:

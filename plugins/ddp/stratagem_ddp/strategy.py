@@ -15,6 +15,7 @@ from stratagem.api.options import options
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_ddp import literal
+from stratagem_ddp.planned import PlannedReplica
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 
@@ -109,6 +110,8 @@ class DDPStrategy(ProcessGroupStrategy):
                 "strategy.ddp.static_graph is true and the module uses manual optimization",
                 expected="false: the parameters that a loss depends on may change between calls",
             )
+        if run.environment.simulated:
+            return PlannedReplica(module, run, self.bucket_cap_mb, self.gradient_as_bucket_view, self.broadcast_buffers)
         search = run.manual if self.find_unused_parameters is None else self.find_unused_parameters
         # Without device_ids: batches are on the device already, and torch would walk and rebuild each of them.
         with warnings.catch_warnings():

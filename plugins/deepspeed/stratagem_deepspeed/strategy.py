@@ -122,6 +122,11 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
+        if run.environment.simulated:
+            raise ConfigError(
+                f"{run.title_of(self)} trains with DeepSpeed's engine, which computes with values",
+                expected="a strategy of torch alone", do='plan strategy="fsdp", which divides the same states',
+            )  # fmt: skip
         self._deepspeed = start.load(run.device.type, self.logging_level)
         self._layers = CheckpointedLayers()
         collectives = super().connect(world, run)

@@ -28,7 +28,6 @@ from stratagem.api import (
     hookimpl,
 )
 from stratagem.api.validators import duration, more_than, not_empty
-from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem_dp.data_parallel import data_parallel
 
@@ -87,7 +86,7 @@ class DDP2Strategy(Strategy):
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
         backend = self.process_group_backend or run.backend
-        return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
+        return run.join(world, backend)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:

@@ -23,7 +23,6 @@ from stratagem.api import (
     hookimpl,
 )
 from stratagem.api.validators import duration, not_empty
-from stratagem.distributed.process_group import TorchCollectives
 from stratagem_process_group.options import gloo_options, nccl_options
 from stratagem_process_group.variables import unset_variables, variables_set
 
@@ -76,7 +75,7 @@ class ProcessGroupStrategy(Strategy):
     def connect(self, world: World, run: RunContext) -> Collectives:
         backend = self.process_group_backend or run.backend
         with variables_set(self, run, backend):
-            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
+            return run.join(world, backend)
 
     @hookimpl
     def teardown(self, run: RunContext) -> None:

@@ -1,0 +1,100 @@
+"""DDP where nothing is computed: torch's reducer is in C++, and takes real tensors only."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stratagem.api.values import Bucket
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
+#: The bytes of torch's first bucket, which is sent early.
+_FIRST = 1 << 20
+
+
+class PlannedReplica(nn.Module):
+    """Keeps gradients in the buckets of torch's reducer, and sends these when they are full.
+
+    Args:
+        bucket_cap_mb: of DDP, in MiB.
+        views: gradients are views of buckets.
+        buffers: rank 0's buffers are sent before each forward.
+    """
+
+    def __init__(self, module: nn.Module, run: RunContext, bucket_cap_mb: float, views: bool, buffers: bool) -> None:
+        super().__init__()
+        self.module, self._run, self._views, self._sends_buffers = module, run, views, buffers
+        self._reduce = run.bucket_reducer()
+        self._groups = _buckets([p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20)))
+        self._memory, self._steps = self._allocate(), 0
+        self._first: list[torch.Tensor] = []
+        self._missing = [len(group) for group in self._groups]
+        for index, group in enumerate(self._groups):
+            for number, parameter in enumerate(group):
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, index, number))
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._rebuild()
+        if self._sends_buffers and torch.is_grad_enabled():
+            with self._run.peers.traffic.sent_by("buffers"):
+                self._run.peers.replicate(self.module.buffers())
+        return self.module(*inputs, **options)
+
+    def _allocate(self) -> list[torch.Tensor]:
+        device = self._run.device
+        return [
+            torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype, device=device) for group in self._groups
+        ]
+
+    def _rebuild(self) -> None:
+        """Make new buckets in the second step, as torch does; what sends the first ones keeps them a moment longer."""
+        self._steps += 1
+        self._first = self._memory if self._steps == 2 else []
+        if self._steps == 2:
+            self._memory = self._allocate()
+
+    def _parts(self, index: int) -> list[torch.Tensor]:
+        group, memory = self._groups[index], self._memory[index]
+        return [part.view_as(p) for p, part in zip(group, memory.split([p.numel() for p in group]), strict=True)]
+
+    def _arrived(self, index: int, number: int, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None, "it has just been computed"
+        part = self._parts(index)[number].copy_(parameter.grad)
+        if self._views:
+            parameter.grad = part
+        self._missing[index] -= 1
+        if self._missing[index] <= 0 and self._run.sync_gradients:
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        group, memory = self._groups[index], self._memory[index]
+        self._missing[index] = len(group)
+        if self._reduce is None:
+            with self._run.peers.traffic.sent_by("gradients"):
+                self._run.peers.average_async(memory)
+            return
+        parts = tuple(self._parts(index))
+        is_last = index == len(self._groups) - 1
+        self._reduce(Bucket(buffer=memory, index=index, is_last=is_last, parameters=tuple(group), gradients=parts))
+
+
+def _buckets(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Group `parameters` as torch does: in reverse order, by dtype; the first bucket of a megabyte."""
+    groups: list[list[nn.Parameter]] = []
+    sizes: dict[torch.dtype, tuple[int, int]] = {}  # of the open bucket: its number, and its bytes
+    for parameter in reversed(parameters):
+        number, size = sizes.get(parameter.dtype, (len(groups), 0))
+        if number == len(groups):
+            groups.append([])
+        groups[number].append(parameter)
+        size += parameter.nbytes
+        if size >= (_FIRST if number == 0 else limit):
+            number, size = len(groups), 0
+        sizes[parameter.dtype] = number, size
+    return groups

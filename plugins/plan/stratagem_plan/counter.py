@@ -1,0 +1,232 @@
+"""Count what a training step allocates, computes and sends, from the operations that torch dispatches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import Counter as Count
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+#: Operators that multiply matrices, and which of their arguments the matrices are.
+_MATMULS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
+_ATTENTION = "scaled_dot_product"
+#: torch's CUDA allocator hands out multiples of this.
+_GRAIN = 512
+#: Names under which torch dispatches collectives, and what they are called elsewhere.
+_COLLECTIVES = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "_allgather_base_": "all_gather",
+    "allgather_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast", "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "send": "send",
+    "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all", "broadcast": "broadcast",
+}  # fmt: skip
+
+
+@define(eq=False)
+class Peak:
+    """The most bytes that were allocated at once."""
+
+    total: int = 0
+    by: dict[str, int] = field(factory=dict)
+    phase: str = ""
+    module: str = ""
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts bytes of storages on `device_type`, work and collectives, by phase.
+
+    Works with real tensors and with fake ones.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.device_type, self.phase, self.module = device_type, "wrap", ""
+        self.now: Count[str] = Count()
+        self.total, self.peak = 0, Peak()
+        #: Work of one call and where it is done -> how often.
+        self.work: Count[tuple[Any, ...]] = Count()
+        #: Collectives: phase, name, ranks of the group, bytes of one call -> how often.
+        self.sent: Count[tuple[str, str, tuple[int, ...], int]] = Count()
+        #: Operators of matrices without a formula for their FLOPs.
+        self.uncounted: Count[str] = Count()
+        self._live: dict[int, list[Any]] = {}
+        self._quiet = 0
+
+    # --- Memory --------------------------------------------------------------------------------------------------
+
+    def add(self, tensor: torch.Tensor, category: str) -> None:
+        """Count the storage of `tensor`, or move it to `category` if it is counted."""
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            if known[1] != category:
+                self.now[known[1]] -= known[0]
+                self.now[category] += known[0]
+                known[1] = category
+            return
+        self._live[storage._cdata] = [size, category]
+        weakref.finalize(storage, self._drop, storage._cdata)
+        self._grow(size, category)
+
+    def _grow(self, size: int, category: str) -> None:
+        self.now[category] += size
+        self.total += size
+        if self.total > self.peak.total:
+            self.peak = Peak(self.total, dict(self.now), self.phase, self.module)
+
+    def _drop(self, key: int) -> None:
+        size, category = self._live.pop(key, (0, ""))
+        self.now[category] -= size
+        self.total -= size
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the change of a storage whose size was set."""
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+            before, known[0] = known[0], size
+            self._grow(size - before, known[1])
+
+    def forget(self) -> None:
+        """Begin anew: what is allocated stays so."""
+        self.work.clear()
+        self.sent.clear()
+        self.peak = Peak(self.total, dict(self.now), self.phase, self.module)
+
+    @contextlib.contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Count in `phase`."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Count nothing: torch asks for shapes."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    # --- Operations ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(each, "_local_tensor") or each.__name__ == "DTensor" for each in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        name = func._overloadpacket.__name__
+        is_sent = func.namespace in ("c10d", "_c10d_functional") and name in _COLLECTIVES
+        if is_sent and not self._quiet:
+            self._send(name, args)
+        result = func(*args, **kwargs)
+        if self._quiet:
+            return result
+        category = "messages" if is_sent else "activations" if self.phase == "forward" else "temporary"
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        fresh = [each for each in made if each.untyped_storage()._cdata not in self._live]
+        for each in fresh:
+            self.add(each, category)
+        if func.namespace == "aten" and not func.is_view:
+            self._work(func, name, args, kwargs, result, made)
+        return result
+
+    def _work(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
+        packet = func._overloadpacket
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if not any(each.device.type == self.device_type for each in (*tensors, *made)):
+            return
+        dtype = str((made or tensors)[0].dtype).removeprefix("torch.")
+        if packet in _MATMULS:
+            one, other = (args[index] for index in _MATMULS[packet])
+            batch = one.shape[0] if one.dim() == 3 else 1
+            self.work[self.phase, "matmul", dtype, one.shape[-2], other.shape[-1], one.shape[-1], batch] += 1
+        elif name in ("convolution", "convolution_backward"):
+            out, weight = (made[0], args[1]) if name == "convolution" else (args[0], args[2])
+            places, channels = out.numel() // out.shape[1], weight.shape[0]
+            # As products of matrices: of the weights and of what lies under them, at each place of the output.
+            times = sum(args[-1][:2]) if name != "convolution" else 1
+            if times:
+                self.work[self.phase, "matmul", dtype, places, channels, weight.numel() // channels, 1] += times
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            self.work[self.phase, "attention", dtype, int(flops)] += 1
+        else:
+            if _ATTENTION in name:
+                self.uncounted[str(func)] += 1
+            moved = sum({id(each): each.nbytes for each in (*tensors, *made)}.values())
+            if moved and not name.startswith(("empty", "_local_scalar")):
+                self.work[self.phase, "vector", dtype, name, moved] += 1
+
+    def _send(self, name: str, args: Any) -> None:
+        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        ranks = ranks_of(args)
+        what = _COLLECTIVES[name]
+        for each in tensors:
+            self.add(each, "messages")
+        sizes = [each.nbytes for each in tensors]
+        # A gather's result and a scatter's input hold the parts of all ranks.
+        payload = max(sizes, default=0) if what in ("all_gather", "reduce_scatter") else sum(sizes[:1])
+        if what in ("all_gather", "reduce_scatter") and name.startswith("all_gather_into_tensor"):
+            payload = sizes[0] * len(ranks)
+        self.sent[self.phase, what, ranks, payload] += 1
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all matrix products, convolutions and attention so far."""
+        total = 0.0
+        for (_, kind, _, *sizes), count in self.work.items():
+            if kind == "matmul":
+                total += 2.0 * math.prod(sizes) * count
+            elif kind != "vector":
+                total += sizes[0] * count
+        return total
+
+
+@contextlib.contextmanager
+def counting_resizes(counter: StepCounter) -> Iterator[None]:
+    """Within, `counter` counts storages whose size is set: FSDP frees gathered parameters in this way."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        counter.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def ranks_of(args: Iterable[Any]) -> tuple[int, ...]:
+    """Return the ranks of the process group among the arguments of a collective; all if there is none."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for each in args:
+        with contextlib.suppress(Exception):  # an argument of another kind
+            if isinstance(each, torch.ScriptObject):
+                return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(each)))
+            if isinstance(each, str):
+                return tuple(dist.get_process_group_ranks(_resolve_process_group(each)))  # type: ignore[arg-type]
+    return tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)

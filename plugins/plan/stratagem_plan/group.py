@@ -1,0 +1,105 @@
+"""Collectives of a world in which only this rank exists: what is sent is counted, and nothing arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+
+from stratagem.api import Collectives, World
+from stratagem.api.world import KeyValueStore, ReduceOp
+from stratagem.distributed.default_group import leave_group
+from stratagem.distributed.process_group import TorchCollectives
+from stratagem_plan.backend import NAME
+
+
+class PlannedCollectives(TorchCollectives):
+    """Collectives over torch's fake process group.
+
+    Tensors on the planned device take the way of a run, over the fake group. Decisions travel as tensors of the CPU and
+    as objects: all ranks are taken to say what this one says.
+    """
+
+    @classmethod
+    def over_fake_group(cls, world: World, device: torch.device, timeout: timedelta) -> PlannedCollectives:
+        """Return the collectives of all ranks of `world`."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        for known in (dist.Backend.backend_capability["fake"],):
+            if NAME not in known:
+                known.append(NAME)
+        if dist.is_initialized():
+            leave_group()
+        dist.init_process_group(
+            f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=world.rank, world_size=world.world_size, timeout=timeout
+        )
+        return cls(world, device, owns_group=True, timeout=timeout)
+
+    @property
+    def reports_lost_ranks(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def unchecked(self) -> Collectives:
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        if tensor.device.type == NAME:
+            return super().all_reduce(tensor, op)
+        self._count("all_reduce", tensor)
+        return tensor * self.world_size if op == "sum" else tensor.clone()
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if tensor.device.type == NAME:
+            return super().all_gather(tensor)
+        self._count("all_gather", tensor)
+        return [tensor.clone() for _ in range(self.world_size)]
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        return super().broadcast(tensor, src) if tensor.device.type == NAME else tensor
+
+    def replicate(self, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
+        Collectives.replicate(self, tensors, src)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        whole = dist.get_process_group_ranks(self.group)
+        ranks = next(each for each in groups if self.rank in each)
+        group = dist.new_group([whole[rank] for rank in ranks], backend="fake", use_local_synchronization=True)
+        place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
+        mine = type(self)(place, self.device, owns_group=False, group=group, timeout=self.timeout)
+        mine.traffic = self.traffic
+        return mine
+
+    def duplicate(self, purpose: str) -> Collectives:
+        return self
+
+    def new_group(self) -> Collectives:
+        return self
+
+    def with_own_connection(self) -> Collectives:
+        return self
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        return value
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def any(self, flag: bool) -> bool:
+        return bool(flag)
+
+    def barrier(self) -> None: ...
+
+    def barrier_with_timeout(self, what: str, limit_s: float) -> None: ...
+
+    def report_failure(self, text: str) -> None: ...
+
+    def read_failure_report(self, limit_s: float = 2.0) -> str | None:
+        return None
+
+    def key_value_store(self) -> KeyValueStore:
+        return KeyValueStore()

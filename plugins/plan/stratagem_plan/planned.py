@@ -1,0 +1,258 @@
+"""The plugins of a planned run: its environment, its accelerator, and what counts its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import define, field
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stratagem.api import Accelerator, Environment, Plugin, World, hookimpl
+from stratagem_plan import operators
+from stratagem_plan.backend import NAME, planned_device
+from stratagem_plan.counter import StepCounter
+from stratagem_plan.group import PlannedCollectives
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from stratagem.api import Collectives, RunContext
+
+
+class Planned(SystemExit):
+    """Ends the script: its steps are counted."""
+
+
+@define(eq=False, kw_only=True)
+class PlannedEnvironment(Environment):
+    """Says that this process is one of a cluster that does not exist."""
+
+    simulated: ClassVar[bool] = True
+    world: World
+
+    def local_processes(self) -> int | None:
+        return self.world.local_world_size
+
+    def num_nodes(self) -> int | None:
+        return self.world.num_nodes
+
+    @hookimpl
+    def setup_environment(self) -> World:
+        return self.world
+
+    def join(self, world: World, device: torch.device, timeout: timedelta) -> Collectives:
+        return PlannedCollectives.over_fake_group(world, device, timeout)
+
+
+@define(eq=False, kw_only=True)
+class PlannedAccelerator(Accelerator):
+    """The device that is planned for."""
+
+    num_devices: int
+    backend: ClassVar[str] = "fake"
+
+    def count(self) -> int:
+        return self.num_devices
+
+    def device(self, index: int) -> torch.device:
+        return planned_device()
+
+
+class _OnDevice(TorchDispatchMode):
+    """Makes tensors on the planned device fake ones; those of the CPU stay real, so that decisions have values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_here = str(kwargs.get("device")).startswith(NAME)
+        if not is_here and not any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if is_here and func is torch.ops.aten._to_copy.default:  # torch would copy values that it knows
+            given, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+            return torch.empty_strided(given.size(), given.stride(), dtype=dtype, device=planned_device())
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def converting_fakes() -> Iterator[None]:
+    """Within, conversions of modules replace fake parameters: torch would swap what is in them, which these refuse."""
+    original = torch.nn.Module._apply
+    made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+
+    def converted(parameter: torch.nn.Parameter, function: Any) -> torch.nn.Parameter:
+        known = made.get(id(parameter))
+        if known is None or known[0] is not parameter:
+            values = function(parameter.detach())
+            same = values.dtype is parameter.dtype and values.device == parameter.device
+            new = parameter if same else torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+            known = made[id(parameter)] = (parameter, new)
+        return known[1]
+
+    def apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
+        if not any(isinstance(each, FakeTensor) for each in module.parameters()):
+            return original(module, function, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch's
+        for child in module.children() if recurse else ():
+            apply(child, function)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = converted(parameter, function)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = function(buffer)
+        return module
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _quiet_shapes(counter: StepCounter) -> Iterator[None]:
+    """Within, tensors with which DTensor finds out the shapes of results are not counted."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached")
+    originals = {name: getattr(ShardingPropagator, name) for name in names}
+
+    def silent(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with counter.quiet():
+                return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(ShardingPropagator, name, silent(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(ShardingPropagator, name, original)
+
+
+@define(eq=False, kw_only=True)
+class StepMeter(Plugin):
+    """Counts what the steps of a run allocate on `device_type`, compute and send."""
+
+    device_type: str = "cpu"
+    #: Optimizer steps; the last one is the one that is told.
+    num_steps: int = 2
+    counter: StepCounter = field(init=False)
+    #: The run, once it has a model.
+    run: Any = field(init=False, default=None)
+    #: Bytes by category at the end of each step.
+    ends: list[dict[str, int]] = field(init=False, factory=list)
+    #: Batches, samples and integers of the steps that are told, of this rank.
+    inputs: dict[str, int] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.counter = StepCounter(self.device_type)
+
+    @contextlib.contextmanager
+    def counting(self, phase: str) -> Iterator[None]:
+        """Count in `phase`."""
+        with self.counter, self.counter.within(phase):
+            yield
+
+    @hookimpl(wrapper=True)
+    def wrap_model(self, run: RunContext) -> Generator[None, Any, Any]:
+        self.run = run
+        with self.counting("wrap"):
+            model = yield
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.counter.add(tensor, "parameters")
+        self.counter.forget()
+        return model
+
+    @hookimpl(wrapper=True)
+    def wrap_optimizers(self) -> Generator[None, list[Optimizer], list[Optimizer]]:
+        with self.counting("wrap"):
+            return (yield)
+
+    @hookimpl(wrapper=True)
+    def transfer_batch(self, batch: Any) -> Generator[None, Any, Any]:
+        self._note(batch)
+        with self.counting("forward"):
+            return (yield)
+
+    def _note(self, batch: Any) -> None:
+        tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+        whole = [each.numel() for each in tensors if not each.is_floating_point()]
+        found = {
+            "batches": 1,
+            "samples": len(tensors[0]) if tensors and tensors[0].dim() else 0,
+            "tokens": max(whole, default=0),
+        }
+        self.inputs = {name: self.inputs.get(name, 0) + count for name, count in found.items()}
+
+    @hookimpl
+    def step_context(self) -> AbstractContextManager[Any]:
+        return self.counting("forward")
+
+    @hookimpl(wrapper=True)
+    def backward(self) -> Generator[None, Any, Any]:
+        with self.counter.within("backward"):
+            done = yield
+        for parameter in self.run.model.parameters():
+            if parameter.grad is not None:
+                self.counter.add(parameter.grad, "gradients")
+        return done
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self) -> Generator[None, Any, Any]:
+        with self.counting("optimizer"):
+            return (yield)
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, optimizer: Optimizer) -> Generator[None, bool, bool]:
+        with self.counting("optimizer"):
+            stepped = yield
+        for each in tree_leaves(list(optimizer.state.values())):
+            if isinstance(each, torch.Tensor):
+                self.counter.add(each, "optimizer")
+        self.ends.append(+self.counter.now)
+        if len(self.ends) == self.num_steps - 1:
+            self.counter.forget()
+            self.inputs = {}
+        return stepped
+
+
+@define(eq=False, kw_only=True)
+class Planner(StepMeter):
+    """Lets a run compute with tensors without values, counts its steps, and ends it after the last one."""
+
+    device_type: str = NAME
+    fake: FakeTensorMode = field(init=False, factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+
+    @contextlib.contextmanager
+    def counting(self, phase: str) -> Iterator[None]:
+        on_device = _OnDevice()  # type: ignore[no-untyped-call]  # torch's
+        with self.fake, on_device, _quiet_shapes(self.counter), super().counting(phase):
+            yield
+            operators.copies.clear()
+
+    @hookimpl(wrapper=True)
+    def wrap_optimizers(self) -> Generator[None, list[Optimizer], list[Optimizer]]:
+        with self.counting("wrap"):
+            optimizers = yield
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True  # torch's choice on a GPU
+        return optimizers
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def optimizer_step(self, optimizer: Optimizer) -> Generator[None, bool, bool]:
+        stepped = yield from super().optimizer_step(optimizer)
+        if len(self.ends) == self.num_steps:
+            raise Planned(0)
+        return stepped
