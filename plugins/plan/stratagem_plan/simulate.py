@@ -202,7 +202,7 @@ def _print(result: Simulation) -> None:
     for title, scales in (("weak scaling", result.weak_scaling), ("strong scaling", result.strong_scaling)):
         table = Table("nodes", "devices", "step", f"{result.unit}/s", "efficiency", box=None, pad_edge=False)
         for each in scales:
-            rate, step = f"{each.inputs_per_s.expected:,.4g}", _time(each.step_s)
+            rate, step = _number(each.inputs_per_s.expected), _time(each.step_s)
             table.add_row(f"{each.nodes:,}", f"{each.devices:,}", step, rate, f"{each.efficiency:.0%}")
         if scales:
             console.print(f"\n{title}", table, sep="\n")
@@ -238,8 +238,8 @@ def _time(seconds: Interval) -> str:
 
 
 def _show(value: Interval, unit: str = "") -> str:
-    low, expected, high = (
-        f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
-        for number in (value.low, value.expected, value.high)
-    )
-    return f"{expected}{unit} ({low} to {high})"
+    return f"{_number(value.expected)}{unit} ({_number(value.low)} to {_number(value.high)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
