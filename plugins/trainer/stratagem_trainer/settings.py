@@ -29,7 +29,7 @@ from stratagem.stack.construction import default
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
 from stratagem_trainer.api import has_role
-from stratagem_trainer.lightning_callbacks import check_methods
+from stratagem_trainer.moved_methods import check_methods
 
 
 @define(eq=False, repr=False, kw_only=True)

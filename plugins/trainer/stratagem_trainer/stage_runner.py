@@ -17,7 +17,7 @@ from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
 from stratagem.runtime.preflight import agree
 from stratagem.runtime.step_module import keep_uncompiled
-from stratagem_trainer import lightning_names, restarts, trainer_state
+from stratagem_trainer import module_checks, restarts, trainer_state
 from stratagem_trainer.batches import ResumableBatches, agreed_size, end_workers
 from stratagem_trainer.custom_step import forget_custom_methods, use_custom_methods
 from stratagem_trainer.datamodule import DataModule
@@ -65,7 +65,7 @@ class StageRunner:
         """Do the request; return what the user's call returns."""
         agree(self.run.collectives, self._facts())
         self._build()
-        lightning_names.check(self.module, self.request.datamodule, self.run.stack, self.request.stage)
+        module_checks.check(self.module, self.request.datamodule, self.run.stack, self.request.stage)
         result = None
         use_custom_methods(self.state, self.request.datamodule)
         try:
@@ -128,7 +128,7 @@ class StageRunner:
         resumed = self._read_checkpoint()
         run.manual = not self.module.automatic_optimization
         if run.manual and run.is_global_zero:
-            lightning_names.warn_of_uncalled(self.module)
+            module_checks.warn_of_uncalled(self.module)
         if run.is_global_zero and not self.settings.barebones:
             warn_of_slow_choices(self.module, run)
             warn_of_another_order(run)
