@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.api.capabilities import CUSTOM_CLIPPING, CUSTOM_STEP
 from stratagem.discovery.catalog import moved_names
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError
 from stratagem_trainer.api.events import EVENTS, ModuleEvents
 from stratagem_trainer.custom_step import STEP_METHODS
 from stratagem_trainer.datamodule import DataModule
@@ -104,7 +103,6 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         if overrides(module, step):
             _check_known(module, step)
     _check_hidden(module)
-    _warn_of_misspelled(module)
     for event in EVENTS:
         if overrides(module, event) and by_name(event, getattr(module, event)) is None:
             raise _takes_others(module, event, arguments_of(event))
@@ -114,14 +112,6 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         _check_arguments(datamodule, DATA_CALLED_WITH, DataModule)
     if stage == "fit":
         _check_strategy(module, stack)
-
-
-def _warn_of_misspelled(module: Module) -> None:
-    """Warn of methods that are called almost as an event, and that nothing calls."""
-    known = {*EVENTS, *CALLED_WITH, *dir(Module)}
-    for name in dir(type(module)):
-        if name.startswith("on_") and name not in known and (hint := nearest(name, EVENTS)):
-            warnings.warn(f"{type(module).__name__} defines {name}, which nothing calls; {hint}", stacklevel=2)
 
 
 def _check_hidden(module: Module) -> None:
@@ -135,18 +125,6 @@ def _check_hidden(module: Module) -> None:
                     f"{type(module).__name__} inherits {name} from {base.__name__}, and Module's own hides it",
                     expected=f"{base.__name__} before Module in the bases of the class",
                 )
-
-
-def warn_of_uncalled(module: Module) -> None:
-    """Warn of methods that are not called while a module optimizes by hand, unless it calls them itself."""
-    uncalled = (*STEP_METHODS, "configure_gradient_clipping", "lr_scheduler_step")
-    found = [name for name in uncalled if overrides(module, name)]
-    if found:
-        warnings.warn(
-            f"{type(module).__name__} defines {', '.join(found)} and optimizes by hand, where nothing but its own "
-            "training_step calls it",
-            stacklevel=2,
-        )
 
 
 def _not_for_data() -> dict[str, str]:
