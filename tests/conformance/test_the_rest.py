@@ -137,6 +137,10 @@ class TestModelSummary(CallbackConformance):
     plugin = "model_summary"
 
 
+class TestHints(CallbackConformance):
+    plugin = "hints"
+
+
 class TestEMA(CallbackConformance):
     plugin = {"name": "ema", "keep": False}  # noqa: RUF012
 

@@ -112,7 +112,7 @@ def test_a_file_of_names_that_cannot_be_read_hides_no_error(monkeypatch):
     points = [SimpleNamespace(module=module, attr="moved.toml") for module in ("stratagem_nowhere", "json")]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
 
-    assert moved_names.__wrapped__("arguments") == {}
+    assert catalog._moved_names.__wrapped__() == {}
 
 
 def sources() -> list[Path]:

@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.plugin_hooks import hook_functions, hook_specifications
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches, relative_difference
-from stratagem_trainer import lightning_names
-from stratagem_trainer.lightning_callbacks import CALLBACK
+from stratagem_trainer import module_checks
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -180,7 +180,7 @@ def live(tmp_path, module, datamodule=None, **arguments):
 @pytest.mark.slow
 def test_every_method_of_a_module_is_called_or_refused(tmp_path):
     seen = {}
-    refused = {name for name in OLD_MODULE_API if name in lightning_names.MODULE}
+    refused = {name for name in OLD_MODULE_API if name in moved_names("module_methods")}
     called = ({*MODULE_API, *OLD_MODULE_API} - refused) - EARLIER_NAMES
     live(tmp_path, recording(Base, called, seen)())
 
@@ -209,7 +209,7 @@ def test_events_of_a_module_get_the_arguments_they_name_or_all_in_order():
     assert module.seen == (torch.Tensor, tuple, 0)
 
 
-@pytest.mark.parametrize("name", [n for n in OLD_MODULE_API if n in lightning_names.MODULE])
+@pytest.mark.parametrize("name", [n for n in OLD_MODULE_API if n in moved_names("module_methods")])
 @pytest.mark.parametrize("on_instance", [False, True])
 def test_a_method_of_a_module_that_is_not_called_is_refused_with_what_to_define(name, on_instance):
     module = Net() if on_instance else type("Model", (Net,), {name: lambda self, *_: None})()
@@ -301,7 +301,7 @@ def callback_with(names, seen=None, marked=True):
 
 
 def test_every_method_of_a_callback_is_called_or_refused(tmp_path):
-    seen, refused = {}, set(CALLBACK)
+    seen, refused = {}, set(moved_names("callback_methods"))
     called = {*CALLBACK_API, *OLD_CALLBACK_API} - refused
     trainer = live(tmp_path, Base(), callbacks=[callback_with(called, seen)])
     trainer.close()
@@ -719,11 +719,11 @@ def test_an_event_of_a_callback_named_on_a_module_is_called_too():
 
 def test_the_tables_name_nothing_that_is_called():
     """Names that are refused on a module are neither methods of `Module` nor events nor hooks."""
-    known = {*dir(sg.Module), *lightning_names.CALLED_WITH, *lightning_names.EVENTS}
+    known = {*dir(sg.Module), *module_checks.CALLED_WITH, *module_checks.EVENTS}
 
-    assert not known & set(lightning_names.MODULE)
-    assert not set(hook_specifications()) & set(CALLBACK)
-    for name, arguments in lightning_names.CALLED_WITH.items():
+    assert not known & set(moved_names("module_methods"))
+    assert not set(hook_specifications()) & set(moved_names("callback_methods"))
+    for name, arguments in module_checks.CALLED_WITH.items():
         own = getattr(sg.Module, name, None)
         if own is not None:
             inspect.signature(own).bind(None, *arguments)

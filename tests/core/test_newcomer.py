@@ -110,8 +110,8 @@ def test_a_misspelt_event_is_told():
 
 
 def test_a_misspelt_hook_of_a_callback_or_a_logger_is_told(recwarn):
-    sg.Trainer(**QUIET | {"logger": MisspeltLogger()}, callbacks=MisspeltCallback())
-    sg.Trainer(**QUIET | {"logger": LogsAndHelps()})
+    sg.Trainer(**QUIET | {"logger": MisspeltLogger()}, callbacks=MisspeltCallback()).fit(Net(), BATCHES)
+    sg.Trainer(**QUIET | {"logger": LogsAndHelps()}).fit(Net(), BATCHES)
 
     assert [str(each.message) for each in recwarn] == [
         "callback 'MisspeltCallback' defines on_train_epoch_ends, which nothing calls; did you mean "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from stratagem.errors import ConfigError
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.events import Events
 from stratagem_trainer.request import StageRequest
-from stratagem_trainer.stage_runner import StageRunner, _tell_modes, _validation_interval
+from stratagem_trainer.stage_runner import StageRunner, _validation_interval
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -207,20 +206,6 @@ def test_hyperparameters_of_data_and_module_are_one_mapping(runner):
     }  # fmt: skip
     with pytest.raises(ConfigError, match="hyper-parameter 'width' is 3 in Model and 4 in Sized"):
         runner(module=Model(), request={"datamodule": Sized(4)})._hyperparameters()
-
-
-def test_submodules_in_eval_mode_are_named_once():
-    model = torch.nn.ModuleDict({name: torch.nn.Sequential(torch.nn.Linear(1, 1)) for name in "abcdefg"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _tell_modes(model)
-    for part in model.values():
-        part.eval()
-
-    with pytest.warns(UserWarning, match="has parts in eval mode, which stay so: a, b, c, d, e and 2 more"):
-        _tell_modes(model)
-    with pytest.warns(UserWarning, match="is in eval mode and stays so"):
-        _tell_modes(model.eval())
 
 
 def test_a_sanity_check_leaves_random_numbers_and_metrics_as_they_were(runner):

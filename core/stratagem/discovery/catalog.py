@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 
 @cache
@@ -48,30 +48,34 @@ def providers(kind: str) -> dict[str, str]:
 # --- Names of other trainers ------------------------------------------------------------------------------------------
 
 
-#: The group of entry points such as ``names = "package:file.toml"``: a TOML file with the tables ``arguments`` (of the
-#: Trainer), ``plugins``, ``classes``, ``hooks`` (which have other arguments here) and ``hook_arguments``. The package
-#: is not imported.
-GROUP = "stratagem_moved_names"
-
-
 def moved_argument(name: str) -> str:
     """Return what to write instead of `name`, an argument of another trainer; "" for an unknown one."""
     return moved_names("arguments").get(name, "")
 
 
+def moved_names(table: str) -> Mapping[str, str]:
+    """Return the moved names of `table`, each with what to write instead.
+
+    Packages, which are not imported, name TOML files in entry points of the group ``stratagem_moved_names``, such as
+    ``names = "package:file.toml"``. One that cannot be read has none, since an error may be being told. The tables are
+    ``arguments`` (of the Trainer), ``plugins``, ``classes``, ``hooks`` (which have other arguments here) and
+    ``hook_arguments``; ``module_methods``, ``data_methods`` and ``callback_methods``, which are not called here ("what
+    to define; what to do"); ``method_arguments``, ``trainer_attributes`` and ``log_options``.
+    """
+    return _moved_names().get(table, {})
+
+
 @cache
-def moved_names(kind: Literal["arguments", "plugins", "classes", "hooks", "hook_arguments"]) -> Mapping[str, str]:
-    """Return all moved names of that kind; a file that cannot be read has none, since an error is being told."""
+def _moved_names() -> dict[str, dict[str, str]]:
     import tomllib
     from importlib.metadata import entry_points
     from importlib.util import find_spec
     from pathlib import Path
 
-    names: dict[str, str] = {}
-    for point in entry_points(group=GROUP):
-        with contextlib.suppress(ImportError, OSError, ValueError):
-            spec = find_spec(point.module)
-            if spec is not None and spec.origin is not None:
-                content = tomllib.loads(Path(spec.origin).with_name(point.attr).read_text(encoding="utf-8"))
-                names |= {name: str(instead) for name, instead in content.get(kind, {}).items()}
+    names: dict[str, dict[str, str]] = {}
+    for point in entry_points(group="stratagem_moved_names"):
+        with contextlib.suppress(ImportError, OSError, TypeError, ValueError):
+            path = Path(getattr(find_spec(point.module), "origin", "")).with_name(point.attr)
+            for table, moved in tomllib.loads(path.read_text(encoding="utf-8")).items():
+                names.setdefault(table, {}).update(moved)
     return names

@@ -28,7 +28,7 @@ def module_methods(source: Source) -> Iterator[Finding]:
 
 
 def _module_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
-    from stratagem_trainer.lightning_names import CALLED_WITH, NEEDS  # with torch
+    from stratagem_trainer.module_checks import CALLED_WITH, NEEDS  # with torch
 
     name, given = method.name, [argument.arg for argument in method.args.args[1:]]
     old = f"def {name}({', '.join(['self', *given])})"

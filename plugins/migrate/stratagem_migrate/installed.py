@@ -73,35 +73,29 @@ def hooks() -> Mapping[str, tuple[str, ...]]:
 @cache
 def uncalled_methods() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a LightningModule that stratagem refuses: what to write instead, and a note."""
-    from stratagem_trainer import lightning_names
-
-    return _as_findings(lightning_names.MODULE)
+    return _as_findings(catalog.moved_names("module_methods"))
 
 
 @cache
 def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a LightningDataModule that stratagem refuses, in the same form."""
-    from stratagem_trainer import lightning_names
-
-    return _as_findings(lightning_names.MODULE | lightning_names.DATA_MODULE)
+    return {**uncalled_methods(), **_as_findings(catalog.moved_names("data_methods"))}
 
 
 @cache
 def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a Callback that stratagem refuses, in the same form."""
-    from stratagem_trainer import lightning_callbacks
-
-    return _as_findings(lightning_callbacks.CALLBACK, "@hookimpl ")
+    return _as_findings(catalog.moved_names("callback_methods"), "@hookimpl ")
 
 
-def _as_findings(table: Mapping[str, Any], decorator: str = "") -> dict[str, tuple[str, str]]:
-    def new(expected: str) -> str:
+def _as_findings(table: Mapping[str, str], decorator: str = "") -> dict[str, tuple[str, str]]:
+    def finding(expected: str, _: str, do: str) -> tuple[str, str]:
         method = re.match(r"(\w+)\(self", expected)
         if method is None:
-            return expected
-        return f"{decorator if method[1] in hooks() else ''}def {expected}"
+            return expected, do
+        return f"{decorator if method[1] in hooks() else ''}def {expected}", do
 
-    return {name: (new(instead.expected), instead.do) for name, instead in table.items()}
+    return {name: finding(*instead.partition("; ")) for name, instead in table.items()}
 
 
 def log_options() -> frozenset[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError
 from stratagem_trainer.api import TrainerState
 
@@ -23,34 +24,6 @@ def _of_settings(name: str) -> Any:
 def _is_stage(*stages: str) -> Any:
     """Return a property that tells whether one of `stages` is under way."""
     return property(lambda view: view.state.stage in stages)
-
-
-#: Attributes of Lightning's trainers, of any version, and what to use instead.
-_INSTEAD: Final = {
-    "distributed_sampler_kwargs": "trainer.run.mesh, which says what each process reads",
-    "enable_validation": "trainer.val_dataloaders",
-    "precision_plugin": "trainer.precision",
-    "progress_bar_callback": "trainer.callbacks",
-    "received_sigterm": "the callback 'preemption', which saves and ends the run",
-    "scaler": "trainer.precision",
-    "root_gpu": "trainer.run.device",
-    "root_device": "trainer.run.device",
-    "num_gpus": "trainer.num_devices",
-    "gpus": "trainer.num_devices",
-    "num_processes": "trainer.num_devices",
-    "training_type_plugin": "trainer.strategy",
-    "accelerator_connector": "trainer.explain()",
-    "fit_loop": "trainer.position",
-    "tuner": "the callbacks 'learning_rate_finder' and 'batch_size_finder'",
-    "tune": "the callbacks 'learning_rate_finder' and 'batch_size_finder'",
-    "lr_schedulers": "trainer.lr_scheduler_configs",
-    "lightning_optimizers": "trainer.optimizers",
-    "weights_save_path": "trainer.checkpoint_callback.dirpath",
-    "is_last_epoch": "trainer.current_epoch == trainer.max_epochs - 1",
-    "progress_bar_dict": "trainer.progress_bar_metrics",
-    "get_model": "trainer.model",
-    "reload_dataloaders_every_n_epochs": "trainer.settings.reload_dataloaders_every_n_epochs",
-}
 
 
 class CallView:
@@ -74,9 +47,9 @@ class CallView:
     min_epochs, min_steps = _of_settings("min_epochs"), _of_settings("min_steps")
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to use where `name` is an attribute of Lightning's trainers."""
-        hint = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+        """Say what to use where `name` is an attribute of other trainers."""
+        hint = moved_names("trainer_attributes").get(name, "")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + (f"; {hint}" if hint else ""))
 
     # --- The call --------------------------------------------------------------------------------------------------
 

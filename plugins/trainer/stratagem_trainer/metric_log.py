@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, nearest
 from stratagem_trainer.metrics import LogOptions, StageMetrics
 
 if TYPE_CHECKING:
     from stratagem_trainer.fit_state import FitState
-
-#: What to do instead of Lightning's other options.
-_INSTEAD = {
-    "sync_dist_group": "values are reduced over all ranks: reduce over your group with "
-    "torch.distributed.all_reduce(value, group=...), and log the result without sync_dist",
-    "metric_attribute": "leave it out: the metric object itself is logged",
-    "enable_graph": "leave it out: values are logged without their graph",
-    "sync_dist_op": "name it reduce_fx",
-}
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -41,8 +33,9 @@ def refuse_unknown_options(log: F) -> F:
             if unknown is None:
                 raise
             metric = next((repr(value) for value in values if isinstance(value, str)), "")
-            raise ConfigError(f"{log.__name__}({metric}) got {unknown}", expected=f"options {', '.join(known)}",
-                              do=_INSTEAD.get(unknown) or nearest(unknown, known)) from error  # fmt: skip
+            do = moved_names("log_options").get(unknown) or nearest(unknown, known)
+            options_known = f"options {', '.join(known)}"
+            raise ConfigError(f"{log.__name__}({metric}) got {unknown}", expected=options_known, do=do) from error
 
     return cast(F, wrapper)
 

@@ -34,7 +34,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
     """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
     Methods that take part in events are those of `ModuleEvents`, such as ``on_train_epoch_end(self)``. A method of
-    Lightning's that would not be called is refused when a run starts: see `stratagem_trainer.lightning_names`.
+    Lightning's that would not be called is refused when a run starts: see `stratagem_trainer.module_checks`.
     """
 
     #: False: `training_step` calls `manual_backward` and steps its optimizers itself.

@@ -29,7 +29,7 @@ from stratagem.stack.construction import default
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
 from stratagem_trainer.api import has_role
-from stratagem_trainer.lightning_callbacks import check_methods
+from stratagem_trainer.moved_methods import refuse_moved_callbacks
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -107,7 +107,7 @@ class TrainerSettings(RunSettings):
             *listed, *_profiler(self, chooser), *stack.callbacks, *_standard_callbacks(self)
         ]  # fmt: skip
         stack.loggers = _loggers(self, chooser)
-        check_methods([*stack.others, *stack.callbacks, *stack.loggers])
+        refuse_moved_callbacks([*stack.others, *stack.callbacks])
         if not self.barebones:
             stack.automatic = [
                 *automatic_callbacks(self, "trainer_callback"), *stack.automatic,
@@ -149,7 +149,7 @@ def with_callbacks(stack: Stack, settings: TrainerSettings, values: Any) -> list
     kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
     callbacks = sorted([*kept, *added], key=lambda choice: has_role(choice.plugin, "best-checkpoint"))
     changed = attrs.evolve(stack, callbacks=callbacks)
-    check_methods(added)
+    refuse_moved_callbacks(added)
     check_switches(settings, changed, added)
     check_capabilities(changed, {})
     check_hooks(changed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,17 @@ from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
 from stratagem.runtime.preflight import agree
 from stratagem.runtime.step_module import keep_uncompiled
-from stratagem_trainer import lightning_names, restarts, trainer_state
+from stratagem_trainer import restarts, trainer_state
 from stratagem_trainer.batches import ResumableBatches, agreed_size, end_workers
 from stratagem_trainer.custom_step import forget_custom_methods, use_custom_methods
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.dynamo_import import import_dynamo
-from stratagem_trainer.empty_loaders import warn_of_empty_loaders
 from stratagem_trainer.evaluation import evaluate
-from stratagem_trainer.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem_trainer.hyperparameters import logged_hyperparameters
 from stratagem_trainer.loops import TrainLoop
 from stratagem_trainer.metric_objects import gathered_once
 from stratagem_trainer.module import Module, build, overrides
-from stratagem_trainer.monitored_names import warn_of_mistyped_monitors
+from stratagem_trainer.module_checks import check
 from stratagem_trainer.optimizer_handle import OptimizerHandle
 from stratagem_trainer.optimizers import read
 from stratagem_trainer.request import RequestLoaders, StageRequest
@@ -65,7 +62,7 @@ class StageRunner:
         """Do the request; return what the user's call returns."""
         agree(self.run.collectives, self._facts())
         self._build()
-        lightning_names.check(self.module, self.request.datamodule, self.run.stack, self.request.stage)
+        check(self.module, self.request.datamodule, self.run.stack, self.request.stage)
         result = None
         use_custom_methods(self.state, self.request.datamodule)
         try:
@@ -127,16 +124,10 @@ class StageRunner:
         state, run, request = self.state, self.run, self.request
         resumed = self._read_checkpoint()
         run.manual = not self.module.automatic_optimization
-        if run.manual and run.is_global_zero:
-            lightning_names.warn_of_uncalled(self.module)
-        if run.is_global_zero and not self.settings.barebones:
-            warn_of_slow_choices(self.module, run)
-            warn_of_another_order(run)
         state.loaders, state.make_loaders = {}, self._make_fit_loaders
         import_dynamo()
         run.prepare(self.module, self._make_optimizers)
         self._make_fit_loaders()
-        warn_of_empty_loaders("validate", self.val_loaders, self.settings.limit_val_batches, run)
         earlier, state.make_loaders = state.train_batches, None
         train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
@@ -151,8 +142,6 @@ class StageRunner:
         elif request.worker_state is not None:
             trainer_state.restore_worker_state(state, request.worker_state)
         state.should_stop, state.outcome.reason, run.step.skipped_batches = False, "", 0
-        if run.is_global_zero:
-            _tell_modes(self.module)
         if run.is_global_zero and (hparams := self._hyperparameters()):
             run.hooks.hook.log_hyperparams(params=hparams, run=run)
         state.events.emit("on_fit_start")
@@ -160,8 +149,6 @@ class StageRunner:
             self._sanity_check()
         if state.num_training_batches:
             self._train(train_batches)
-        elif run.is_global_zero:
-            warnings.warn("limit_train_batches is 0: nothing is trained", stacklevel=2)
         run.saver.wait()
         state.events.emit("on_fit_end")
 
@@ -188,15 +175,9 @@ class StageRunner:
         return data | own
 
     def _make_optimizers(self) -> list[Optimizer]:
-        strategy_makes_one = self.run.stack.strategy.makes_optimizer()
-        left_out = strategy_makes_one and not overrides(self.module, "configure_optimizers")
+        left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
         configured = None if left_out else self.module.configure_optimizers()
         optimizers, self.run.lr_scheduler_configs = read(configured)
-        if not (optimizers or strategy_makes_one) and self.run.is_global_zero:
-            warnings.warn(
-                f"{type(self.module).__name__}.configure_optimizers returned no optimizer: nothing is trained",
-                stacklevel=2,
-            )
         if overrides(self.module, "lr_scheduler_step"):
             for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step
@@ -289,8 +270,6 @@ class StageRunner:
             limits = [min(steps if steps > 0 else math.inf, limit) for limit in state.num_val_batches]
             state.events.emit("on_sanity_check_start")
             evaluate(state, "validate", self.val_loaders, limits)
-            if self.run.is_global_zero:
-                warn_of_mistyped_monitors(self.run, state.callback_metrics)
             state.events.emit("on_sanity_check_end")
         finally:
             state.sanity_checking = False
@@ -322,7 +301,6 @@ class StageRunner:
         word, limits = self.loaders.limits(loaders)
         setattr(state, f"num_{word}_batches", limits)
         state.loaders[stage] = loaders
-        warn_of_empty_loaders(stage, loaders, getattr(self.settings, f"limit_{word}_batches"), run)
         return evaluate(state, stage, loaders, limits, self.request.keep_predictions)
 
     # --- Checkpoints ---------------------------------------------------------------------------------------------
@@ -349,29 +327,6 @@ class StageRunner:
 def _defines(part: Any, method: str) -> bool:
     """Whether a module or a data module defines `method` itself."""
     return overrides(part, method, DataModule if isinstance(part, DataModule) else Module)
-
-
-def _tell_modes(module: Module) -> None:
-    """Warn of parts in eval mode, which they keep: right for frozen ones, and easily left behind by an evaluation."""
-    name = type(module).__name__
-    if not module.training:
-        warnings.warn(
-            f"{name} is in eval mode and stays so: dropout is off, batch normalization keeps its statistics. "
-            "If that is not meant, call model.train() before fit",
-            stacklevel=2,
-        )
-        return
-    outermost: list[str] = []
-    for path, part in module.named_modules():
-        if not (part.training or any(path.startswith(f"{outer}.") for outer in outermost)):
-            outermost.append(path)
-    if outermost:
-        shown = ", ".join(outermost[:5]) + (f" and {len(outermost) - 5} more" if len(outermost) > 5 else "")
-        warnings.warn(
-            f"{name} has parts in eval mode, which stay so: {shown}. "
-            "If that is not meant, call model.train() before fit",
-            stacklevel=2,
-        )
 
 
 def _validation_interval(interval: float, epoch_size: float, across_epochs: bool = False) -> float:

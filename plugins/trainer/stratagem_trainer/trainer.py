@@ -23,7 +23,7 @@ from stratagem_trainer.fit_state import FitState
 from stratagem_trainer.hyperparameters import check_weights_only
 from stratagem_trainer.interrupt import shorten_traceback, watch_uncaught
 from stratagem_trainer.module import Module, original, overrides
-from stratagem_trainer.module_checks import check_instance, check_signature, require
+from stratagem_trainer.module_checks import check, check_instance, check_signature, require
 from stratagem_trainer.progress import Position
 from stratagem_trainer.settings import TrainerSettings, with_callbacks
 from stratagem_trainer.view import View
@@ -302,7 +302,7 @@ class Trainer(View):
     ) -> Any:  # fmt: skip
         # The launch, the loops, evaluation and checkpoints are imported by the first call.
         from stratagem.runtime.launching import launch
-        from stratagem_trainer import lightning_names, trainer_state
+        from stratagem_trainer import trainer_state
         from stratagem_trainer.request import StageRequest
 
         if self._call_at_work is not None:
@@ -337,7 +337,7 @@ class Trainer(View):
         model.__dict__["_fit"] = state
         watch_uncaught()
         try:
-            lightning_names.check(model, datamodule, self.run.stack, stage)
+            check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)
             result = launch(self.run, functools.partial(self._main, request), model)
             state.status = "finished"

@@ -16,7 +16,7 @@ from stratagem_migrate.rewriting.rank_zero import GUARD, decorator_of
 from stratagem_migrate.rewriting.references import Namespace
 from stratagem_migrate.source import Source, constant, methods
 from stratagem_trainer.events import arguments_of
-from stratagem_trainer.lightning_names import CALLED_WITH
+from stratagem_trainer.module_checks import CALLED_WITH
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -289,6 +289,14 @@ class TrainerView(Protocol):
     def val_dataloaders(self) -> Any:
         """The validation loader, or the list of them, which yield this rank's part of the data; None without any."""
 
+    @property
+    def test_dataloaders(self) -> Any:
+        """The loader, or the list of them, of `test`; None before one."""
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loader, or the list of them, of `predict`; None before one."""
+
     def trial_steps(self, who: str) -> AbstractContextManager[Callable[[Any, int], Tensor]]:
         """Run training steps and undo them afterwards.
 

@@ -1,9 +1,8 @@
-"""A fit warns of what keeps a GPU slow, where that GPU could be faster and the user has not decided it."""
+"""A run warns of likely mistakes, and of what keeps a GPU slow where it could be faster and the user has not decided it."""
 
 from __future__ import annotations
 
 import types
-import warnings
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from torch import nn
 import stratagem as sg
 from stratagem.api.values import PrecisionPolicy
 from stratagem.config.settings import RunSettings
+from stratagem_callbacks import hints as given
 from stratagem_testing.reference import Net, joined_batches
-from stratagem_trainer import stage_runner as session
-from stratagem_trainer.hints import warn_of_another_order, warn_of_slow_choices
 
 FULL, HALF = PrecisionPolicy(), PrecisionPolicy(compute_dtype=torch.bfloat16)
 LAST = torch.channels_last
@@ -23,10 +21,7 @@ LAST = torch.channels_last
 def hints(monkeypatch, module, policy=FULL, capability=(9, 0), device="cuda", **settings):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     run = types.SimpleNamespace(device=torch.device(device), policy=policy, settings=RunSettings(**settings))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_slow_choices(module, run)
-    return [str(each.message) for each in caught]
+    return list(given.slow_choices(module, run))
 
 
 def test_products_in_full_precision_are_told(monkeypatch):
@@ -83,18 +78,46 @@ def test_numbers_that_mean_other_gpus_elsewhere_are_told(monkeypatch, names, dev
     if order is not None:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
     run = types.SimpleNamespace(device=torch.device("cuda"), settings=RunSettings(devices=devices))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_another_order(run)
 
-    assert ["CUDA_DEVICE_ORDER=PCI_BUS_ID" in str(each.message) for each in caught] == [True] * told
+    assert ["CUDA_DEVICE_ORDER=PCI_BUS_ID" in each for each in given.another_order(run)] == [True] * told
 
 
 @pytest.mark.parametrize("barebones", [False, True])
 def test_a_fit_asks_once(monkeypatch, barebones):
     asked = []
-    monkeypatch.setattr(session, "warn_of_slow_choices", lambda module, run: asked.append(type(module).__name__))
+    monkeypatch.setattr(given, "slow_choices", lambda module, run: asked.append(type(module).__name__) or [])
     quiet = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
     sg.Trainer(accelerator="cpu", max_epochs=2, barebones=barebones, **quiet).fit(Net(), joined_batches(2, 4))
 
     assert asked == ["Net"] * (not barebones)
+
+
+def test_submodules_in_eval_mode_are_named_once():
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(1, 1)) for name in "abcdefg"})
+    assert list(given.eval_modes(model)) == []
+    for part in model.values():
+        part.eval()
+
+    [parts] = given.eval_modes(model)
+    assert "has parts in eval mode, which stay so: a, b, c, d, e and 2 more" in parts
+    [whole] = given.eval_modes(model.eval())
+    assert "is in eval mode and stays so" in whole
+
+
+class ByHand(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().step()
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("barebones", [False, True])
+def test_what_is_not_called_under_manual_optimization_is_told(barebones):
+    module = ByHand()
+    module.lr_scheduler_step = lambda *_: None
+    quiet = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False, "callbacks": ["hints"]}
+    with pytest.warns(UserWarning, match="ByHand defines optimizer_zero_grad, lr_scheduler_step and optimizes by hand"):
+        sg.Trainer(accelerator="cpu", max_epochs=1, barebones=barebones, **quiet).fit(module, joined_batches(2, 4))
