@@ -1,7 +1,8 @@
-"""Under torchrun: have an error in the configuration end the output as one sentence, rather than as many tracebacks.
+"""Print an uncaught error in one line, with the line of the user's code that it is about.
 
-Torchrun's agent ends all processes when one fails, and prints a traceback of its own and a summary. A process tells the
-agent its error through a file that the agent names in the environment; the summary, which comes last, then shows it.
+Under torchrun an error in the configuration ends the output as one sentence, rather than as many tracebacks. Torchrun's
+agent ends all processes when one fails, and prints a traceback of its own and a summary. A process tells the agent its
+error through a file that the agent names in the environment; the summary, which comes last, then shows it.
 """
 
 from __future__ import annotations
