@@ -1,10 +1,10 @@
-"""The `stratagem` program: list and show plugins, explain a script, and run the subcommands of installed packages."""
+"""The `stratagem` program: it runs the subcommands of installed packages."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import re
 import select
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,6 @@ from stratagem._version import __version__
 from stratagem.discovery import catalog, registry
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError, nearest
-from stratagem.stack.plugin_table import command_help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +71,15 @@ def parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     program = argparse.ArgumentParser(prog="stratagem", description="Train PyTorch models; every part is a plugin.")
     program.add_argument("--version", action="version", version=f"stratagem {__version__}")
     commands = program.add_subparsers(metavar="COMMAND", required=True)
-    groups = {"": commands, "plugins": _add_plugins(commands)}
-    _add_explain(commands)
+    groups = {"": commands}
+    for group, help_text in GROUPS.items():
+        groups[group] = commands.add_parser(group, help=help_text).add_subparsers(metavar="ACTION", required=True)
     _add_discovered(groups, arguments)
     return program
 
 
-#: Commands that take subcommands of other packages: the entry point ``plugins.check`` is ``stratagem plugins check``.
-GROUPS = ("plugins",)
+#: Groups of subcommands, with their help: the entry point ``plugins.check`` is ``stratagem plugins check``.
+GROUPS = {"plugins": "list the installed plugins, show one"}
 
 
 def _add_discovered(groups: dict[str, Any], arguments: Sequence[str] | None) -> None:
@@ -118,12 +118,19 @@ def _add_command(group: Any, name: str, word: str, is_called: bool, *, is_listed
     parser.set_defaults(act=command.run)
 
 
+def command_help(entry: registry.Entry) -> str:
+    """Return the attribute `help` of the command of `entry`; "" if its source does not have it as one string."""
+    body = registry.definition(entry).partition("\nclass ")[0]
+    found = re.search(r'^    help = "([^"\\\n]*)"$', body, re.MULTILINE)
+    return found[1] if found else ""
+
+
 def _check_known(words: Sequence[str], groups: dict[str, Any], names: Sequence[str]) -> None:
     """Refuse a subcommand that is not installed; name the package that provides it, or the nearest name."""
     group = words[0] if words[0] in groups and len(words) > 1 else ""
     start = f"{group}." if group else ""
     word = words[1] if group else words[0]
-    installed = {*groups[group].choices, *_within(start, names)}
+    installed = {*groups[group].choices, *_within(group, names)}
     if word in installed:
         return
     title, provided = repr(f"{group} {word}".strip()), catalog.providers("command")
@@ -131,125 +138,10 @@ def _check_known(words: Sequence[str], groups: dict[str, Any], names: Sequence[s
         raise StratagemError(f"command {title} is hidden by {registry.DENY_VARIABLE}", do="change that variable")
     if start + word in provided:
         raise StratagemError(f"command {title} is not installed", do=f"run `pip install {provided[start + word]}`")
-    hint = nearest(word, [*installed, *_within(start, provided)])
+    hint = nearest(word, [*installed, *_within(group, provided)])
     raise StratagemError(f"command {title} is unknown", expected=", ".join(sorted(installed)), do=hint)
 
 
-def _within(start: str, names: Iterable[str]) -> list[str]:
-    """Return the last words of those `names` that are in the group with this `start`."""
-    words = [name.removeprefix(start) for name in names if name.startswith(start)]
-    return [word for word in words if "." not in word]
-
-
-# --- stratagem plugins -------------------------------------------------------------------------------------------
-
-
-def _add_plugins(commands: Any) -> Any:
-    parser = commands.add_parser("plugins", help="list the installed plugins, show one")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="list the installed plugins by kind (imports none of them)")
-    listing.add_argument("--kind", help=f"only this kind: {', '.join(registry.kind_names())}")
-    listing.add_argument("--presets", action="store_true", help="a row for each preset: a name for another's options")
-    listing.add_argument("--json", action="store_true", help="print JSON")
-    listing.set_defaults(act=_list)
-    show = actions.add_parser("show", help="show one plugin: options, capabilities, hooks")
-    show.add_argument("name", help="the name, or distribution:name")
-    show.add_argument("--kind", help="the kind, if several kinds have a plugin of that name")
-    show.add_argument("--json", action="store_true", help="print JSON")
-    show.set_defaults(act=_show)
-    return actions
-
-
-# --- stratagem explain -------------------------------------------------------------------------------------------
-
-
-def _add_explain(commands: Any) -> None:
-    parser = commands.add_parser("explain", help="show what a script would run, without starting a process")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("script", help="path of the script")
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    rest.required = False  # the message about a missing script must name nothing else
-    parser.set_defaults(act=_explain)
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    import runpy
-
-    os.environ["STRATAGEM_EXPLAIN"] = "json" if arguments.json else "text"
-    sys.argv = [arguments.script, *arguments.arguments]
-    if not os.path.exists(arguments.script):
-        raise StratagemError(f"script {arguments.script!r} does not exist", do="check the path")
-    if os.path.isdir(arguments.script):
-        raise StratagemError(f"{arguments.script!r} is a folder", expected="a Python script", do="check the path")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
-    try:
-        runpy.run_path(arguments.script, run_name="__main__")
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        del os.environ["STRATAGEM_EXPLAIN"]
-    raise StratagemError(f"{arguments.script} ended without launching a run", expected="a fit, or Run.launch")
-
-
-def _list(arguments: argparse.Namespace) -> int:
-    kind = known_kind(arguments.kind)
-    entries = registry.entries(kind)
-    if arguments.json:
-        rows = [row(entry) for entry in entries]
-        print(json.dumps(rows, indent=2))
-        return 0
-    if not entries:
-        print("no plugins are installed; `pip install stratagem-basics stratagem-ddp ...` adds some")
-        return 0
-    from stratagem.stack.plugin_table import plugin_table
-
-    print(plugin_table(entries, presets=arguments.presets))
-    return 0
-
-
-def row(entry: registry.Entry) -> dict[str, str]:
-    """Return the row of `stratagem plugins list --json` for one plugin."""
-    return {
-        "kind": entry.kind, "name": entry.name, "distribution": entry.distribution, "version": entry.version,
-        "value": entry.value,
-    }  # fmt: skip
-
-
-def known_kind(kind: str | None) -> str | None:
-    """Return `kind`.
-
-    Raises:
-        StratagemError: there is no such kind of plugin.
-    """
-    known = [*registry.kind_names(), "command"]
-    if kind is None or kind in known:
-        return kind
-    raise StratagemError(f"kind {kind!r} is unknown", expected=", ".join(known), do=nearest(kind, known))
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    from stratagem.stack.describe import describe, render
-
-    kind = known_kind(arguments.kind)
-    description = describe(find_anywhere(arguments.name, kind))
-    print(json.dumps(description, indent=2) if arguments.json else render(description))
-    return 0
-
-
-def find_anywhere(name: str, kind: str | None) -> registry.Entry:
-    """Return the installed plugin of that name, of any kind if `kind` is None.
-
-    Raises:
-        StratagemError: no plugin, or plugins of several kinds, have that name.
-    """
-    if kind is not None:
-        return registry.find(kind, name)
-    wanted = name.lower()
-    everything = registry.entries()
-    kinds = [entry.kind for entry in everything if entry.is_called(wanted)]
-    if len(set(kinds)) > 1:
-        raise StratagemError(f"{name!r} is the name of a {' and of a '.join(kinds)}", do=f"add --kind {kinds[0]}")
-    if kinds:
-        return registry.find(kinds[0], name)
-    hint = nearest(name, [entry.name for entry in everything])
-    raise StratagemError(f"no installed plugin is called {name!r}", do=hint or "run `stratagem plugins list`")
+def _within(group: str, names: Iterable[str]) -> list[str]:
+    """Return the last words of those `names` that are in `group`."""
+    return [word for head, _, word in (name.rpartition(".") for name in names) if head == group]

@@ -42,8 +42,8 @@ def test_the_list_has_a_sentence_for_each_plugin_and_folds_presets(capsys):
 
 
 def test_the_sentences_are_those_of_the_classes():
-    from stratagem.stack.describe import describe
-    from stratagem.stack.plugin_table import summary
+    from stratagem_devtools.descriptions import describe
+    from stratagem_devtools.plugin_table import summary
 
     for entry in registry.entries():
         if entry.kind != "command" and not (found := summary(entry)).is_preset:
@@ -216,14 +216,13 @@ def test_a_package_adds_a_command_to_the_group_plugins(install, capsys):
 def test_help_reads_the_texts_of_commands_without_importing_them():
     script = """
 import sys
-from stratagem.cli import main, parser
+from stratagem.cli import command_help, main, parser
 try: main(["--help"])
 except SystemExit: pass
 from stratagem.discovery import registry
-from stratagem.stack import plugin_table
 entries = registry.entries("command")
 imported = {entry.value.partition(":")[0] for entry in entries} & set(sys.modules)
-print("IMPORTED", imported, [e.name for e in entries if plugin_table.command_help(e) != e.load().help])
+print("IMPORTED", imported, [e.name for e in entries if command_help(e) != e.load().help])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
@@ -268,8 +267,10 @@ def test_a_command_of_two_packages_is_named_with_both(install, capsys):
             ["plugins", "new", "strategy", "mine"],
             "command 'plugins new' is not installed; run `pip install stratagem-tools",
         ),
+        (["plugins", "list"], "command 'plugins list' is not installed; run `pip install stratagem-tools`."),
+        (["explain", "train.py"], "command 'explain' is not installed; run `pip install stratagem-tools`."),
         (["docter"], "did you mean 'doctor'"),
-        (["plugins", "lst"], "command 'plugins lst' is unknown; expected list, show; did you mean 'list'"),
+        (["plugins", "lst"], "command 'plugins lst' is unknown; did you mean 'list'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

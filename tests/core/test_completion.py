@@ -14,10 +14,10 @@ from stratagem.api.options import options
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
-from stratagem.stack.describe import option_docs
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.api import TrainerView
 from stratagem_trainer.metrics import LogOptions
+from stratagem_trainer.option_texts import option_docs
 from stratagem_trainer.settings import TrainerSettings
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

@@ -14,7 +14,7 @@ from ports import free_port
 from programs import scripts
 from stratagem.api.options import redact
 from stratagem.errors import ConfigError
-from stratagem.stack import lock
+from stratagem.stack import description
 from stratagem_testing import ProcessesFailed, run_in_processes
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.training import outcome, share
@@ -24,7 +24,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 
 def _described(**arguments):
     run = sg.Run(**arguments)
-    return lock.describe(run.stack, run.settings)
+    return description.lock(run.stack, run.settings)
 
 
 def trained(**arguments):
@@ -177,11 +177,11 @@ def test_a_lock_that_is_none_is_refused(tmp_path, content, message):
 
 
 def test_another_launcher_does_not_count_as_drift():
-    ours = lock.flatten(_described(accelerator="cpu", launcher="subprocess"))
-    theirs = lock.flatten(_described(accelerator="cpu", launcher="fork"))
+    ours = description.flatten(_described(accelerator="cpu", launcher="subprocess"))
+    theirs = description.flatten(_described(accelerator="cpu", launcher="fork"))
 
-    assert lock.differences(ours, theirs, "here", "there")
-    assert not lock.differences(ours, theirs, "here", "there", ignored=lock._PLACES)
+    assert description.differences(ours, theirs, "here", "there")
+    assert not description.differences(ours, theirs, "here", "there", ignored=description._PLACES)
 
 
 # --- Between ranks -----------------------------------------------------------------------------------------------
@@ -317,9 +317,9 @@ def test_callbacks_of_every_run_are_recorded_and_compared_between_ranks_alone(tm
 
     assert [plugin["name"] for plugin in locked["automatic"]] == ["ending", "hints", "interruption", "peer_diagnosis"]
     assert [choice.name for choice in other.stack.automatic] == ["ending", "hints", "interruption"]
-    here = lock.facts(other.stack, other.settings)
+    here = description.facts(other.stack, other.settings)
     monkeypatch.delenv("STRATAGEM_DISABLE_PLUGINS")
     run = sg.Trainer(max_epochs=1, **QUIET).run
-    assert "callback peer_diagnosis is 'peer_diagnosis of stratagem-callbacks" in lock.differences(
-        lock.facts(run.stack, run.settings), here, "on rank 1", "on rank 0"
+    assert "callback peer_diagnosis is 'peer_diagnosis of stratagem-callbacks" in description.differences(
+        description.facts(run.stack, run.settings), here, "on rank 1", "on rank 0"
     )

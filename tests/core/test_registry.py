@@ -12,7 +12,7 @@ import stratagem as sg
 from stratagem.cli import main
 from stratagem.discovery import registry
 from stratagem.errors import PluginError
-from stratagem.stack.describe import check_entry
+from stratagem_plugin_checks import check_entry
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 

@@ -25,9 +25,10 @@ from stratagem.api.world import Collectives
 from stratagem.cli import main
 from stratagem.discovery import registry
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.stack.describe import check_entry, describe, option_docs
 from stratagem.stack.formats import newest_whole, read_any
+from stratagem_devtools.descriptions import describe
 from stratagem_devtools.scaffold import render, write
+from stratagem_plugin_checks import check_entry
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Gan,
@@ -39,6 +40,7 @@ from stratagem_testing.reference import (
     train_gan_plainly,
     train_plainly,
 )
+from stratagem_trainer.option_texts import option_docs
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

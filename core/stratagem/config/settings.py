@@ -21,7 +21,7 @@ from stratagem.api.validators import (
 from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
 from stratagem.discovery.catalog import moved_argument
-from stratagem.distributed.torchrun_errors import end_with_sentence
+from stratagem.distributed.uncaught_errors import end_with_sentence
 from stratagem.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:

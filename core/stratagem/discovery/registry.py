@@ -6,12 +6,15 @@ environments under "auto", which are imported one by one; a broken package among
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem.discovery import catalog
@@ -364,3 +367,42 @@ def _unmet(requirement: str, version: str) -> str:
     # A development version or a release candidate of 0.2 counts as 0.2.
     fits = parsed.specifier.contains(Version(version).base_version, prereleases=True)
     return "" if fits else str(parsed.specifier)
+
+
+# --- The source of a plugin that is not imported ----------------------------------------------------------------------
+
+
+def definition(entry: Entry) -> str:
+    """Return the source from the class or function of `entry` on; "" if it is not found."""
+    module, _, name = entry.value.partition(":")
+    for _ in range(4):  # modules, from the one that an entry point names to the one that defines its class
+        source = _source(module)
+        if found := re.search(rf"^(class|def) {re.escape(name)}\b", source, re.MULTILINE):
+            return source[found.start() :]
+        if not (origin := _imported_from(source, module, name)):
+            break
+        module = origin
+    return ""
+
+
+def _imported_from(source: str, module: str, name: str) -> str:
+    """Return the module from which `module` imports `name`; "" if it does not."""
+    for found in re.finditer(r"^\s*from (\.*[\w.]+) import (\([^)]*\)|[^\n]*)", source, re.MULTILINE):
+        if re.search(rf"\b{re.escape(name)}\b", found[2]):
+            return found[1] if not found[1].startswith(".") else f"{module}.{found[1].lstrip('.')}"
+    return ""
+
+
+@cache
+def _source(module: str) -> str:
+    """Return the source of `module`, found without importing its package; "" if there is none."""
+    top, *rest = module.split(".")
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        spec = importlib.util.find_spec(top)
+        if spec is not None and spec.origin is not None:
+            path = Path(spec.origin)
+            for part in rest:
+                package = path.parent / part / "__init__.py"
+                path = package if package.exists() else path.parent / f"{part}.py"
+            return path.read_text(encoding="utf-8")
+    return ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, frozen
 
 from stratagem.errors import ConfigError, LaunchError, PeerError, StratagemError
-from stratagem.stack.lock import differences
+from stratagem.stack.description import differences
 
 if TYPE_CHECKING:
     from stratagem.api.world import World

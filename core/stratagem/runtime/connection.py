@@ -27,7 +27,7 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, d
         return collectives
     from stratagem.distributed.rendezvous import check_address
     from stratagem.runtime.preflight import meet
-    from stratagem.stack import lock
+    from stratagem.stack.description import facts
 
     if not world.store_hosted:
         check_address(world, stack.join_timeout().total_seconds())
@@ -37,7 +37,7 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, d
         world = agree_on_generation(world, stack.join_timeout())
     identity = stack.accelerator.plugin.identity(device)
     may_share = any(choice.plugin.may_share_device() for choice in stack.strategies)
-    meet(world, lock.facts(stack, settings), stack.join_timeout(), identity, may_share_device=may_share)
+    meet(world, facts(stack, settings), stack.join_timeout(), identity, may_share_device=may_share)
     collectives = hooks.ask("connect", world=world)
     return collectives
 

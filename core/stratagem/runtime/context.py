@@ -18,6 +18,7 @@ from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
+from stratagem.discovery import registry
 from stratagem.distributed.early_errors import watch
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
@@ -30,6 +31,7 @@ from stratagem.runtime.parted import Parted
 from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
+from stratagem.stack import description
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import resolve
 
@@ -56,9 +58,7 @@ class Context:
         self.settings = settings
         self.stack: Stack = resolve(self.settings)
         if self.settings.lock is not None:
-            from stratagem.stack import lock
-
-            lock.check(self.stack, self.settings, self.settings.lock)
+            description.check_lock(self.stack, self.settings, self.settings.lock)
         #: How far the trainer that drives this run has come; None for a loop of your own.
         self.progress: Any = None
         self.module: nn.Module | None = None
@@ -262,15 +262,11 @@ class Context:
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved plugins, their options and where these came from, as plain data."""
-        from stratagem.stack.describe import explain_stack
-
-        return explain_stack(self.stack, self.settings)
+        return description.describe(self.stack, self.settings)
 
     def explain(self) -> str:
         """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
-        from stratagem.stack.describe import render_stack
-
-        return render_stack(self.describe())
+        return str(registry.find("command", "explain").load().text(self.describe()))
 
     def preload(self) -> None:
         """Import the modules that plugins import lazily, before this process is forked."""
@@ -367,9 +363,7 @@ class Context:
         if self.shards_parameters and self.world_size > 1 and self.is_global_zero:
             Parted(self.title_of(self.strategy)).watch(module)
         if stage == "train" and self.settings.writes_files and self.is_global_zero:
-            from stratagem.stack import lock
-
-            lock.write(self.stack, self.settings)
+            description.write_lock(self.stack, self.settings)
         trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
         self.reducer_is_due = trains and bool(self.stack.comm_hooks) and self.reducer_is_due
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +10,7 @@ from attrs import define
 
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.world import World
-from stratagem.errors import ConfigError
+from stratagem.discovery import registry
 from stratagem.runtime.finalization import shorten_finalization
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) ->
         module: the one to train, if it is known yet: for ``stratagem explain``.
     """
     if EXPLAIN_VARIABLE in os.environ:
-        _explain_and_stop(run, os.environ[EXPLAIN_VARIABLE], module)
+        _explain_and_stop(run, module)
     if run.connected:
         shorten_finalization()
         return carry_out(run, main)
@@ -47,7 +45,7 @@ def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) ->
     alone = run.num_processes * run.stack.num_nodes == 1 and launcher.parent_trains
     if environment.processes_exist() or alone:
         return body()
-    run.world = _whole_world(run) if launcher.starts_all_nodes else _world_here(run)
+    run.world = _whole_world(run, run.settings.num_nodes) if launcher.starts_all_nodes else _world_here(run)
     if not launcher.parent_trains:
         shorten_finalization()
         body.is_worker, body.random_state = True, random_state()
@@ -63,9 +61,8 @@ def _world_here(run: Context) -> World:
     return world
 
 
-def _whole_world(run: Context) -> World:
-    """Return the world of rank 0, as the settings define it: the launcher chooses the machines and the address."""
-    num_nodes = run.settings.num_nodes
+def _whole_world(run: Context, num_nodes: int) -> World:
+    """Return the world of rank 0 without an address: that, and the machines, a launcher may choose."""
     return World(world_size=run.num_processes * num_nodes, local_world_size=run.num_processes, num_nodes=num_nodes)
 
 
@@ -91,22 +88,11 @@ def explained(error: BaseException, run: Context) -> BaseException:
     return cause
 
 
-def _explain_and_stop(run: Context, form: str, module: nn.Module | None) -> None:
-    from stratagem.stack.describe import unread_arguments
-
-    if form not in ("text", "json"):
-        raise ConfigError(f"{EXPLAIN_VARIABLE} is {form!r}", expected="'text' or 'json'", do="unset it to train")
-    for sentence in unread_arguments(run.stack, run.settings, sys.argv[1:]):
-        print(f"stratagem: {sentence}", file=sys.stderr)
+def _explain_and_stop(run: Context, module: nn.Module | None) -> None:
     from stratagem.runtime.connection import peers_world_of
 
-    here = run.num_processes
-    world = World(world_size=here * run.num_nodes, local_world_size=here, num_nodes=run.num_nodes)
-    layout = run.strategy.layout(peers_world_of(run.stack, world), module)
-    if form == "json":
-        run.print(json.dumps(run.describe() | ({"layout": layout.as_dict()} if layout else {}), indent=2))
-    else:
-        run.print("\n".join([run.explain(), *(layout.lines() if layout else [])]))
+    layout = run.strategy.layout(peers_world_of(run.stack, _whole_world(run, run.num_nodes)), module)
+    registry.find("command", "explain").load().show(run, layout, os.environ[EXPLAIN_VARIABLE])
     raise SystemExit(0)
 
 

@@ -57,7 +57,7 @@ def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     state = {
         "state_dict": weights,
         "optimizers": of_optimizers,
-        "plugins": {key: plugin.state_dict() for key, plugin in identity.stateful(run.stack)},
+        "plugins": {key: plugin.state_dict() for key, plugin in identity.keyed(run.stack, "state_dict")},
         "ranks": states_of_ranks(run, lambda: {"plugins": rank_states(run)}),
         "values": values,
         "format": format_tag(run.stack),
@@ -90,12 +90,12 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
 
 def rank_states(run: StatefulRun) -> dict[str, Any]:
     """Return the states of plugins that differ between ranks: those of this rank."""
-    return {key: plugin.rank_state(run) for key, plugin in identity.stateful_by_rank(run.stack)}
+    return {key: plugin.rank_state(run) for key, plugin in identity.keyed(run.stack, "rank_state")}
 
 
 def load_rank_states(run: StatefulRun, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Give plugins their states on each of `ranks`, the ranks that saved. Collective."""
-    plugins = dict(identity.stateful_by_rank(run.stack))
+    plugins = dict(identity.keyed(run.stack, "rank_state"))
     if not plugins:
         return
     saved = [rank.get("plugins", {}) for rank in ranks]

@@ -56,7 +56,7 @@ def _default_key(plugin: Any) -> str:
 
 
 def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
-    """Return the plugins of `stack` that have `method`, each with its key."""
+    """Return the plugins of `stack` that have `method`, such as "state_dict", each with its key."""
     found: dict[str, Any] = {}
     for choice in stack.active():
         plugin = choice.plugin
@@ -78,19 +78,9 @@ def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
     return list(found.items())
 
 
-def stateful(stack: Stack) -> list[tuple[str, Any]]:
-    """Return the plugins with a `state_dict`, each with its key."""
-    return keyed(stack, "state_dict")
-
-
-def stateful_by_rank(stack: Stack) -> list[tuple[str, Any]]:
-    """Return the plugins with a `rank_state`, which differs between ranks, each with its key."""
-    return keyed(stack, "rank_state")
-
-
 def restore(stack: Stack, saved: Mapping[str, Any]) -> None:
     """Apply the states in `saved` to the plugins of `stack` that they belong to."""
-    plugins = dict(stateful(stack))
+    plugins = dict(keyed(stack, "state_dict"))
     for key, saved_as in matched(plugins, saved).items():
         where = f"the checkpoint's state of {key}"
         with applying(where):
@@ -133,18 +123,14 @@ def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
     parts += [f"has state of {' and of '.join(left)}, which no plugin of this run uses: it is dropped"] if left else []
     if parts:
         warnings.warn(f"the checkpoint {', and '.join(parts)}", stacklevel=2)
-    for key in (key for key, plugin in here.items() if key.endswith(" #1") and not _has_options(plugin)):
+    known = "__attrs_attrs__"  # in a class whose options attrs knows
+    for key in (key for key, plugin in here.items() if key.endswith(" #1") and known not in vars(type(plugin))):
         name = key.removesuffix(" #1")
         warnings.warn(
             f"the checkpoint distinguishes plugins ({name}) only by their order: add a property state_key to the "
             "class, which returns a different text for each",
             stacklevel=2,
         )
-
-
-def _has_options(plugin: Any) -> bool:
-    """Whether the class of `plugin` is an attrs class itself, so that the options of its instances are known."""
-    return "__attrs_attrs__" in vars(type(plugin))
 
 
 def _defines_state(cls: type[Any]) -> bool:

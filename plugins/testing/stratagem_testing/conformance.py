@@ -25,13 +25,14 @@ from stratagem.api.kinds import keeps_state
 from stratagem.api.options import convert_options, options, redact
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.stack.describe import check_class, option_docs
 from stratagem.stack.identity import keyed, matched
 from stratagem.stack.plugins import Choice
+from stratagem_plugin_checks import check_class
 from stratagem_testing import state
 from stratagem_testing.processes import run_in_processes
 from stratagem_testing.sharing import Call, Recorder, Share, SharedRun
 from stratagem_testing.training import quiet
+from stratagem_trainer.option_texts import option_docs
 
 
 class Conformance:

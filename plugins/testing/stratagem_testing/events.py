@@ -12,7 +12,7 @@ import pytest
 import stratagem as sg
 from stratagem.api.kinds import keeps_state
 from stratagem.discovery import registry
-from stratagem.stack import lock
+from stratagem.stack.description import FILE_NAME
 from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -164,7 +164,7 @@ def _files_written(rank: int, size: int, choose: dict[str, Any]) -> list[str]:
         trainer = sg.Trainer(**(choose | {"default_root_dir": name, "log_every_n_steps": 1}))
         trainer.fit(Net(), share(trainer, joined_batches(3, _BATCH)))
         trainer.close()
-        return [path.name for path in Path(name).rglob("*") if path.is_file() and path.name != lock.FILE_NAME]
+        return [path.name for path in Path(name).rglob("*") if path.is_file() and path.name != FILE_NAME]
 
 
 def _log_unusual_metrics(rank: int, size: int, choose: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``stratagem doctor`` and ``stratagem plugins new``, ``check`` and ``matrix``: arguments and printing.
+"""``stratagem doctor`` and ``stratagem plugins``, with ``list``, ``show``, ``new`` and others: arguments and printing.
 
 The other modules are imported in `run`, because `stratagem --help` does not need them.
 """
@@ -11,9 +11,8 @@ import shlex
 from pathlib import Path
 
 from stratagem import Command
-from stratagem.cli import find_anywhere, known_kind, row
 from stratagem.discovery import registry
-from stratagem.errors import StratagemError
+from stratagem.errors import StratagemError, nearest
 
 
 class Doctor(Command):
@@ -33,6 +32,49 @@ class Doctor(Command):
         report = examine(machine=arguments.machine)
         print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
         return int(bool(report["problems"]))
+
+
+class List(Command):
+    """The command ``stratagem plugins list``."""
+
+    help = "list the installed plugins by kind (imports none of them)"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--kind", help=f"only this kind: {', '.join(registry.kind_names())}")
+        parser.add_argument(
+            "--presets", action="store_true", help="a row for each preset: a name for another's options"
+        )
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from stratagem_devtools.plugin_table import plugin_table, row
+
+        entries = registry.entries(_known_kind(arguments.kind))
+        if arguments.json:
+            print(json.dumps([row(entry) for entry in entries], indent=2))
+        elif entries:
+            print(plugin_table(entries, presets=arguments.presets))
+        else:
+            print("no plugins are installed; `pip install stratagem-basics stratagem-ddp ...` adds some")
+        return 0
+
+
+class Show(Command):
+    """The command ``stratagem plugins show``."""
+
+    help = "show one plugin: options, capabilities, hooks"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name", help="the name, or distribution:name")
+        parser.add_argument("--kind", help="the kind, if several kinds have a plugin of that name")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from stratagem_devtools.descriptions import describe, render
+
+        description = describe(_find(arguments.name, arguments.kind))
+        print(json.dumps(description, indent=2) if arguments.json else render(description))
+        return 0
 
 
 class New(Command):
@@ -69,10 +111,11 @@ class Check(Command):
         parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from stratagem.stack.describe import check_entry
+        from stratagem_devtools.plugin_table import row
+        from stratagem_plugin_checks import check_entry
 
         if arguments.name is not None:
-            return _check_one(find_anywhere(arguments.name, known_kind(arguments.kind)), arguments)
+            return _check_one(_find(arguments.name, arguments.kind), arguments)
         rows = [{**row(entry), "problem": check_entry(entry)} for entry in registry.entries()]
         if arguments.json:
             print(json.dumps(rows, indent=2))
@@ -132,3 +175,37 @@ class Matrix(Command):
         else:
             print(render_markdown(table))
         return 0
+
+
+# --- Which plugin -----------------------------------------------------------------------------------------------------
+
+
+def _find(name: str, kind: str | None) -> registry.Entry:
+    """Return the installed plugin of that name, of any kind if `kind` is None.
+
+    Raises:
+        StratagemError: there is no such kind; no plugin, or plugins of several kinds, have that name.
+    """
+    if (kind := _known_kind(kind)) is not None:
+        return registry.find(kind, name)
+    wanted = name.lower()
+    everything = registry.entries()
+    kinds = [entry.kind for entry in everything if entry.is_called(wanted)]
+    if len(set(kinds)) > 1:
+        raise StratagemError(f"{name!r} is the name of a {' and of a '.join(kinds)}", do=f"add --kind {kinds[0]}")
+    if kinds:
+        return registry.find(kinds[0], name)
+    hint = nearest(name, [entry.name for entry in everything])
+    raise StratagemError(f"no installed plugin is called {name!r}", do=hint or "run `stratagem plugins list`")
+
+
+def _known_kind(kind: str | None) -> str | None:
+    """Return `kind`.
+
+    Raises:
+        StratagemError: there is no such kind of plugin.
+    """
+    known = [*registry.kind_names(), "command"]
+    if kind is None or kind in known:
+        return kind
+    raise StratagemError(f"kind {kind!r} is unknown", expected=", ".join(known), do=nearest(kind, known))

@@ -20,8 +20,8 @@ from stratagem.api.options import redact
 from stratagem.cli import GROUPS
 from stratagem.discovery import registry
 from stratagem.errors import PluginError
-from stratagem.stack.describe import check_entry
 from stratagem_devtools.environments import examine_environments, render_environments
+from stratagem_plugin_checks import check_entry
 from stratagem_process_group.remarks import remarks
 
 #: Prefixes of the variables that affect a run.

@@ -16,7 +16,6 @@ from typing import Any
 from stratagem.api.options import option_types
 from stratagem.discovery import registry
 from stratagem.errors import StratagemError
-from stratagem_fit.schema import class_of
 
 _Options = dict[tuple[str, registry.Entry], Mapping[str, Any]]
 
@@ -30,6 +29,8 @@ COMMANDS = ("fit", "validate", "test", "predict")
 @cache
 def options_by_choice() -> _Options:
     """Return options with types of each installed plugin whose options a command line sets, by kind and entry."""
+    from stratagem_plugin_checks import class_of  # with torch
+
     found = {}
     for kind in registry.dotted():
         for entry in registry.entries(registry.arguments().get(kind, kind)):

@@ -17,8 +17,8 @@ from stratagem.errors import ConfigError
 from stratagem_fit.job import Job
 from stratagem_fit.plans import Plan, find
 from stratagem_fit.runfile import parse_text
-from stratagem_fit.schema import class_of
 from stratagem_fit.signatures import parameters
+from stratagem_plugin_checks import class_of
 from stratagem_trainer.settings import TrainerSettings
 
 #: Marks a value that a run file cannot express.

@@ -19,7 +19,8 @@ from stratagem.api import Command
 from stratagem.api.options import option_types, options
 from stratagem.config.settings import added_arguments
 from stratagem.discovery import registry
-from stratagem.errors import ConfigError, StratagemError
+from stratagem.errors import StratagemError
+from stratagem_trainer.option_texts import option_docs
 from stratagem_trainer.settings import TrainerSettings
 
 #: Arguments of the Trainer that accept several plugins of a kind.
@@ -97,8 +98,6 @@ _OBJECT = {
 
 
 def _trainer() -> dict[str, Any]:
-    from stratagem.stack.describe import option_docs  # with torch; `stratagem --help` imports this module
-
     fields, types_of, docs = options(TrainerSettings), option_types(TrainerSettings), option_docs(TrainerSettings)
     properties = {name: _argument(name, types_of[name]) | _notes(name, fields[name], docs) for name in fields}
     properties |= {name: _argument(name, Any) for name in added_arguments(TrainerSettings)}
@@ -161,7 +160,7 @@ def _is_named(entry: registry.Entry) -> dict[str, Any]:
 
 def _mapping(entry: registry.Entry) -> dict[str, Any]:
     """Return the schema of a mapping that chooses the plugin of `entry`."""
-    from stratagem.stack.describe import option_docs
+    from stratagem_plugin_checks import class_of  # with torch; `stratagem --help` imports this module
 
     try:
         cls = class_of(entry)
@@ -183,25 +182,6 @@ def _mapping(entry: registry.Entry) -> dict[str, Any]:
 def _first_sentence(cls: type[Any]) -> str:
     text = " ".join((cls.__doc__ or "").split())
     return text.split(". ")[0].rstrip(".")
-
-
-def class_of(entry: registry.Entry) -> type[Any]:
-    """Return the class of the plugin of `entry`.
-
-    Raises:
-        StratagemError: it cannot be imported, or the preset cannot be created on this machine.
-    """
-    from stratagem.stack.construction import make
-
-    target = entry.load()
-    if isinstance(target, type):
-        return target
-    try:
-        return type(make(entry, {}))
-    except StratagemError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{entry.kind} {entry.name!r} cannot be created ({error})") from error
 
 
 # --- Types -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from stratagem.distributed.torchrun_errors import print_sentence
-from stratagem.distributed.user_line import innermost_user_line, package_of
+from stratagem.distributed.uncaught_errors import innermost_user_line, package_of, print_sentence
 
 #: Attribute of a KeyboardInterrupt that went through a call of the trainer.
 _OF_A_CALL = "_ended_a_call_of_stratagem"

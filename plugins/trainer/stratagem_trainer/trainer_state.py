@@ -77,7 +77,7 @@ def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False
         state["datamodule"] = fit.datamodule.state_dict()
     if trained_elsewhere and fit.worker_state is not None:
         return state | fit.worker_state
-    plugins = {key: plugin.state_dict() for key, plugin in identity.stateful(fit.run.stack)}
+    plugins = {key: plugin.state_dict() for key, plugin in identity.keyed(fit.run.stack, "state_dict")}
     if (job := run.environment.job()) is not None:
         state["job"] = job
     return (

@@ -31,7 +31,7 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
     saved = [tensor.detach().clone() for tensor in tensors]
     (optimizer,) = state.run.optimizers
     optimizer_state = copy.deepcopy(optimizer.state_dict())
-    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in identity.stateful(run.stack)
+    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in identity.keyed(run.stack, "state_dict")
                if not key.startswith("callback.")]  # fmt: skip
     random, stage_metrics = train_batches.random_state(), state.stage_metrics
     modes = [(part, part.training) for part in module.modules()]

@@ -12,7 +12,7 @@ import stratagem as sg
 from pages.classes import members
 from pages.text import code_span, option
 from stratagem.config.settings import RunSettings
-from stratagem.stack.describe import option_docs
+from stratagem_trainer.option_texts import option_docs
 from stratagem_trainer.settings import TrainerSettings
 
 PLUGINS = """

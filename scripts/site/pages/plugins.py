@@ -16,7 +16,8 @@ from stratagem.discovery import registry
 from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError, shown
 from stratagem.stack.construction import make
-from stratagem.stack.describe import describe
+from stratagem_devtools.descriptions import describe
+from stratagem_plugin_checks import class_of
 
 TITLES = {
     "strategy": "Strategies", "precision": "Precisions", "comm_hook": "Communication hooks",
@@ -111,11 +112,8 @@ def by_class(listed: list[Listed]) -> dict[type, list[Listed]]:
 
 
 def _class_of(plugin: Listed) -> type:
-    if not plugin.is_preset:
-        cls: type = plugin.target
-        return cls
     try:
-        return type(make(plugin.entry, {}))
+        return class_of(plugin.entry)
     except ConfigError:  # a preset for devices that this machine does not have
         return type(plugin.entry.name, (), {"__doc__": inspect.getdoc(plugin.target)})
 

@@ -1,7 +1,8 @@
-"""Under torchrun: have an error in the configuration end the output as one sentence, rather than as many tracebacks.
+"""Print an uncaught error in one line, with the line of the user's code that it is about.
 
-Torchrun's agent ends all processes when one fails, and prints a traceback of its own and a summary. A process tells the
-agent its error through a file that the agent names in the environment; the summary, which comes last, then shows it.
+Under torchrun an error in the configuration ends the output as one sentence, rather than as many tracebacks. Torchrun's
+agent ends all processes when one fails, and prints a traceback of its own and a summary. A process tells the agent its
+error through a file that the agent names in the environment; the summary, which comes last, then shows it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from stratagem.distributed.user_line import innermost_user_line
 from stratagem.errors import CheckpointError, ConfigError, PluginError
 
 #: The file in which the agent looks for the error of a process.
 _FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+#: Packages whose frames say nothing about where a user's program was.
+_NOT_THE_USERS = frozenset({"stratagem", "torch", "pluggy", *sys.stdlib_module_names} - {"__main__"})
 #: Errors whose sentence tells all; a traceback of others is of use.
 _SENTENCES = (ConfigError, PluginError, CheckpointError)
 
@@ -45,3 +49,17 @@ def _told(error: BaseException) -> bool:
         Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps({"message": content}), encoding="utf-8")
         return True
     return False
+
+
+def innermost_user_line(trace: TracebackType | None) -> str:
+    """Return the innermost line of `trace` in the user's own code, as ``function (file:line)``; "" if there is none."""
+    for frame, number in reversed(list(traceback.walk_tb(trace))):
+        if package_of(frame.f_globals) not in _NOT_THE_USERS:
+            return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{number})"
+    return ""
+
+
+def package_of(names: dict[str, Any]) -> str:
+    """Return the outermost package of a module with the global `names`; "stratagem" for that of a plugin."""
+    package = str(names.get("__name__", "")).partition(".")[0]
+    return "stratagem" if package.startswith("stratagem_") else package
