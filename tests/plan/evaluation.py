@@ -54,10 +54,14 @@ def published() -> list[Case]:
     return [_case(row) for row in json.loads((HERE / "published.json").read_text())["rows"]]
 
 
+def measured_rows() -> list[dict[str, Any]]:
+    """Return what was measured of each training run on the GPU."""
+    return json.loads((HERE / "measured.json").read_text())["rows"]
+
+
 def measured_here() -> list[Case]:
-    rows = json.loads((HERE / "measured.json").read_text())["rows"]
     found = []
-    for row in rows:
+    for row in measured_rows():
         name = f"{row['shape'][0]} layers of {row['shape'][1]}, {row['micro']} sequences, {row['precision']}, {row['strategy']}"
         name += ", checkpointing" if row["ck"] else ""
         found.append(_of(name, "measured, one H200", row, row["step"], measured(row)))

@@ -76,3 +76,111 @@ def test_a_plan_sends_the_bytes_that_a_run_sends(tmp_path, name, devices, precis
     found.pop("broadcast", None) if name.startswith("ddp,") or name == "ddp" else None
 
     assert found == sent_for_real(tmp_path, STRATEGIES[name], devices, **given)
+
+
+# --- Against a GPU's own counter -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(measured_rows())))
+def test_the_peak_is_the_one_that_a_gpu_counted(tmp_path, number):
+    row = measured_rows()[number]
+    layers, width, heads = row["shape"]
+    code, tree, said = plan(
+        tmp_path, "--device", "h200-sxm-141gb", layers=layers, width=width, heads=heads, micro=row["micro"], vocab=50304,
+        length=1024, precision=row["precision"], strategy=row["strategy"], recompute=row["ck"],
+    )  # fmt: skip
+    assert code == 0, said
+
+    assert tree["classes"][0]["peak"] - LIBRARY_BYTES == pytest.approx(row["peak"], rel=0.0025)
+
+
+# --- What it says ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_is_where(tmp_path):
+    code, tree, said = plan(tmp_path, "--devices", 4, "--nodes", 2, strategy={"name": "fsdp"} | UNITS)
+    assert code == 0, said
+    numbers = 2 * 12 * 128**2 + 2 * 13 * 128 + 500 * 128 * 2 + 64 * 128 + 2 * 128
+    (ranks,) = tree["classes"]
+
+    assert ranks["ranks"] == 8
+    assert tree["mesh"] == {"data": 1, "shard": 8}
+    assert tree["inputs"] == {"samples": 2, "tokens": 128}
+    # Shards of a rank, each rounded up to the allocator's 512 bytes.
+    assert ranks["end"]["parameters"] == pytest.approx(numbers * 4 / 8 + 64 * 8, rel=0.05)
+    assert ranks["end"]["optimizer"] == pytest.approx(2 * ranks["end"]["parameters"], rel=0.03)
+    assert sum(ranks["at_peak"].values()) == ranks["peak"]
+    assert {each["axis"] for each in ranks["collectives"]} == {"shard"}
+    assert not any(each["within_node"] for each in ranks["collectives"])
+    matrices = [each for each in ranks["work"] if each["kind"] == "matmul" and each["phase"] == "forward"]
+    products = sum(2 * each["m"] * each["n"] * each["k"] * each["count"] for each in matrices)
+    assert products == 2 * 128 * (2 * 12 * 128**2 + 500 * 128)
+    assert "fits" in said
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much_and_three_ways_out(tmp_path):
+    (tmp_path / "small.toml").write_text(
+        'source = "a test"\nread_on = 2026-11-27\nvendor = false\nmemory_bytes = 70e6\n[flops]\nbf16_dense = 1e12\n'
+    )
+    code, _, said = plan(tmp_path, "--device", "small", "--device-file", "small.toml", strategy="single_device")
+
+    assert code == 2
+    assert "does not fit: rank 0 needs" in said
+    assert len([line for line in said.split("does not fit")[1].splitlines() if line.startswith("  ")]) == 3
+
+
+# --- What cannot be planned -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "code", "words"),
+    [
+        ("print('done')", (), 3, ("has ended after 0 optimizer steps", "plan the command that trains")),
+        (
+            """
+class M(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def training_step(self, batch):
+        loss = self.layer(batch).mean()
+        return loss * (2 if loss.item() > 0 else 1)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+sg.Trainer(max_steps=5, enable_progress_bar=False).fit(M(), torch.utils.data.DataLoader(torch.zeros(20, 4)))
+""",
+            (), 3, ("asks for the value of a tensor", "train.py:10", "loss.item()"),
+        ),
+        ("sg.Trainer(strategy='fsdp', precision='16-mixd')", (), 3, ("16-mixd",)),
+        ("raise ValueError('mine')", (), 1, ("ValueError: mine",)),
+        ("", ("--device", "h100-sxm-80"), 1, ("h100-sxm-80gb",)),
+        ("", ("--devices", "0"), 1, ("--devices is 0",)),
+        ("", ("--rank", "7"), 1, ("--rank is 7", "0 to 0")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_one_sentence(tmp_path, text, options, code, words):
+    status, tree, said = plan(tmp_path, *options, script=write(tmp_path, text))
+
+    assert (status, tree) == (code, None), said
+    assert all(word in said for word in words), said
+
+
+def test_an_engine_that_needs_values_is_refused(tmp_path):
+    code, _, said = plan(tmp_path, strategy="deepspeed_stage_2")
+
+    assert code == 3
+    assert "trains with DeepSpeed's engine, which computes with values" in said
+
+
+def test_a_script_that_does_not_exist_is_said(tmp_path):
+    code, _, said = plan(tmp_path, script=tmp_path / "none.py")
+
+    assert code == 1
+    assert "none.py' does not exist" in said
+
+
+def test_a_plan_leaves_nothing_in_the_folder(tmp_path):
+    plan(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What a program that runs a user's script sets in place of the script's arguments: functions of the class of the
+#: settings and of the arguments by name, which return those to change.
+changes: list[Callable[[type, Mapping[str, Any]], Mapping[str, Any]]] = []
+
 #: The largest int64, which is torch's largest integer.
 _LARGEST = 2**63 - 1
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from stratagem.api.options import as_list, build, convert_options, option_types
+from stratagem.api.options import as_list, build, changes, convert_options, option_types
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import (
     at_least,
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     NameOr: TypeAlias = str | Mapping[str, Any] | T
 
 S = TypeVar("S", bound="RunSettings")
-
-#: What a program that runs a script sets in place of the script's arguments: functions of the class of the settings and
-#: the arguments by name, which return those to change.
-changes: list[Callable[[type[RunSettings], Mapping[str, Any]], Mapping[str, Any]]] = []
 
 
 @frozen(eq=False, repr=False)

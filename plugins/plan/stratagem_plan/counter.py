@@ -105,7 +105,7 @@ class StepCounter(TorchDispatchMode):
             self._grow(size - before, known[1])
 
     def forget(self) -> None:
-        """Begin anew: what is allocated stays so."""
+        """Count work and messages from zero; what is allocated stays so."""
         self.work.clear()
         self.sent.clear()
         self.peak = Peak(self.total, dict(self.now), self.phase, self.module)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem._version import __version__
 from stratagem_plan.plan_file import SCHEMA
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def tree_of(script: PlannedScript, device: str, planners: list[Planner]) -> dict
         assumptions.append("the model is not compiled: a compiled one holds less, and computes fewer operations")
     return {
         "schema": SCHEMA,
-        "versions": {"stratagem": __version__, "torch": torch.__version__},
+        "versions": {"stratagem": importlib.metadata.version("stratagem-core"), "torch": torch.__version__},
         "script": " ".join([str(script.path), *script.arguments]),
         "device": device,
         "world": {

@@ -16,15 +16,15 @@ import torch
 from attrs import define
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from stratagem.api.options import as_list
+from stratagem.api.options import as_list, changes
 from stratagem.api.world import World
-from stratagem.config import settings as run_settings
-from stratagem.discovery.registry import DENY_VARIABLE
 from stratagem.errors import ConfigError
 from stratagem_plan import operators
 from stratagem_plan.counter import counting_resizes
 from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner, converting_fakes
 
+#: Names plugins that a process is not to use.
+DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 #: Plugins that talk to other processes, or write files.
 _LEFT_OUT = ("peer_diagnosis", "report")
 
@@ -84,13 +84,13 @@ class PlannedScript:
                 }  # fmt: skip
                 return values | (_QUIET if cls.for_trainer else {})
 
-            run_settings.changes.append(change)
+            changes.append(change)
             sys.argv, sys.path[:0] = [str(self.path), *self.arguments], [str(self.path.parent.absolute())]
             os.environ[DENY_VARIABLE] = ",".join(filter(None, [denied, *_LEFT_OUT]))
             try:
                 yield
             finally:
-                run_settings.changes.remove(change)
+                changes.remove(change)
                 sys.argv, sys.path[:] = argv, path
                 os.environ[DENY_VARIABLE] = denied
 
