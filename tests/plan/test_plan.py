@@ -61,8 +61,15 @@ def sent_for_real(folder, strategy, devices, **given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize(("name", "devices"), [(name, 2) for name in STRATEGIES] + [("fsdp with units", 4), ("ddp", 4)])
+@pytest.mark.parametrize(
+    ("name", "devices", "precision"),
+    [
+        *((name, 2, "32-true") for name in STRATEGIES),
+        ("fsdp HYBRID_SHARD", 4, "bf16-mixed"),
+        *(pytest.param(name, 2, "bf16-mixed", marks=pytest.mark.sweep) for name in STRATEGIES),
+        *(pytest.param(name, 4, "32-true", marks=pytest.mark.sweep) for name in ("ddp", "fsdp with units")),
+    ],
+)  # fmt: skip
 def test_a_plan_sends_the_bytes_that_a_run_sends(tmp_path, name, devices, precision):
     options = {"comm_hook": "fp16"} if "hook" in name else {}
     given = {"precision": precision, "options": options}
@@ -81,8 +88,15 @@ def test_a_plan_sends_the_bytes_that_a_run_sends(tmp_path, name, devices, precis
 # --- Against a GPU's own counter -----------------------------------------------------------------------------------------
 
 
+#: Rows that take a plan seconds: fp32, autocast, recomputing, ddp.
+QUICK = (0, 1, 2, 7)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(measured_rows())))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in range(len(measured_rows()))],
+)
 def test_the_peak_is_the_one_that_a_gpu_counted(tmp_path, number):
     row = measured_rows()[number]
     layers, width, heads = row["shape"]
