@@ -35,6 +35,9 @@ def write(folder, text):
 
 # --- Against runs with values -------------------------------------------------------------------------------------------
 
+#: Larger comparisons; the rows and strategies that stay run for every change.
+BYTES = pytest.mark.sweep(guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends")
+PEAKS = pytest.mark.sweep(guard="tests/plan/test_plan.py::test_the_peak_is_the_one_that_a_gpu_counted")
 UNITS = {"auto_wrap_policy": True}
 STRATEGIES = {
     "ddp": "ddp",
@@ -66,8 +69,8 @@ def sent_for_real(folder, strategy, devices, **given):
     [
         *((name, 2, "32-true") for name in STRATEGIES),
         ("fsdp HYBRID_SHARD", 4, "bf16-mixed"),
-        *(pytest.param(name, 2, "bf16-mixed", marks=pytest.mark.sweep) for name in STRATEGIES),
-        *(pytest.param(name, 4, "32-true", marks=pytest.mark.sweep) for name in ("ddp", "fsdp with units")),
+        *(pytest.param(name, 2, "bf16-mixed", marks=BYTES) for name in STRATEGIES),
+        *(pytest.param(name, 4, "32-true", marks=BYTES) for name in ("ddp", "fsdp with units")),
     ],
 )  # fmt: skip
 def test_a_plan_sends_the_bytes_that_a_run_sends(tmp_path, name, devices, precision):
@@ -95,7 +98,7 @@ QUICK = (0, 1, 2, 7)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in range(len(measured_rows()))],
+    [pytest.param(each, marks=() if each in QUICK else PEAKS) for each in range(len(measured_rows()))],
 )
 def test_the_peak_is_the_one_that_a_gpu_counted(tmp_path, number):
     row = measured_rows()[number]
