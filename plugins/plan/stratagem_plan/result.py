@@ -117,7 +117,7 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
     yield f"{tree['script']}"
     yield (
         f"strategy {stack['strategy']}, precision {stack['precision']}; {world['world_size']} x {tree['device']} "
-        f"({world['nodes']} nodes of {world['devices_per_node']}); mesh {_mesh(tree['mesh'])}"
+        f"(nodes: {world['nodes']}, of {world['devices_per_node']}); mesh {_mesh(tree['mesh'])}"
     )
     inputs = tree["inputs"]
     batches = "1 batch" if tree["accumulate"] == 1 else f"{tree['accumulate']} batches"
@@ -127,7 +127,7 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
         yield f"rank {each['rank']}, and {each['ranks'] - 1} like it" if each["ranks"] > 1 else f"rank {each['rank']}"
         yield from _memory(each, limit)
         yield from _traffic(each)
-        yield f"  {each['flops'] / 1e12:,.3f} TFLOP a step"
+        yield f"  {each['flops']:.4g} FLOP a step"
     yield ""
     yield "assumed:"
     yield from (f"  {each}" for each in tree["assumptions"])
