@@ -180,6 +180,7 @@ def test_ddp_leaves_batches_to_the_run_on_a_gpu(monkeypatch):
     run = types.SimpleNamespace(
         device=torch.device("cuda", 0), stage="train", manual=False, bucket_reducer=lambda: None,
         peers=types.SimpleNamespace(group=None), collectives=types.SimpleNamespace(traffic=None),
+        environment=types.SimpleNamespace(simulated=False),
     )  # fmt: skip
     stratagem_ddp.DDPStrategy().wrap_model(module=module, run=run)
 
