@@ -31,7 +31,7 @@ class PlannedReplica(nn.Module):
         self.module, self._run, self._views, self._sends_buffers = module, run, views, buffers
         self._reduce = run.bucket_reducer()
         self._groups = _buckets([p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20)))
-        self._memory, self._steps = self._allocate(), 0
+        self._memory, self._has_sent, self._is_rebuilt = self._allocate(), False, False
         self._first: list[torch.Tensor] = []
         self._missing = [len(group) for group in self._groups]
         for index, group in enumerate(self._groups):
@@ -53,11 +53,10 @@ class PlannedReplica(nn.Module):
         ]
 
     def _rebuild(self) -> None:
-        """Make new buckets in the second step, as torch does; what sends the first ones keeps them a moment longer."""
-        self._steps += 1
-        self._first = self._memory if self._steps == 2 else []
-        if self._steps == 2:
-            self._memory = self._allocate()
+        """Make new buckets once the first were sent, as torch does; what sent them keeps them a moment longer."""
+        self._missing, self._first = [len(group) for group in self._groups], []
+        if self._has_sent and not self._is_rebuilt:
+            self._first, self._memory, self._is_rebuilt = self._memory, self._allocate(), True
 
     def _parts(self, index: int) -> list[torch.Tensor]:
         group, memory = self._groups[index], self._memory[index]
@@ -69,12 +68,12 @@ class PlannedReplica(nn.Module):
         if self._views:
             parameter.grad = part
         self._missing[index] -= 1
-        if self._missing[index] <= 0 and self._run.sync_gradients:
+        if not self._missing[index] and self._run.sync_gradients:
             self._send(index)
 
     def _send(self, index: int) -> None:
         group, memory = self._groups[index], self._memory[index]
-        self._missing[index] = len(group)
+        self._has_sent = True
         if self._reduce is None:
             with self._run.peers.traffic.sent_by("gradients"):
                 self._run.peers.average_async(memory)

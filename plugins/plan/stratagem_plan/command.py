@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ class PlanCommand(Command):
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its fake process group warns
         from stratagem_plan.result import lines_of, misfit
 
         _check(arguments)

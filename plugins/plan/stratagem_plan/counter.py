@@ -42,7 +42,6 @@ class Peak:
     total: int = 0
     by: dict[str, int] = field(factory=dict)
     phase: str = ""
-    module: str = ""
 
 
 class StepCounter(TorchDispatchMode):
@@ -53,7 +52,7 @@ class StepCounter(TorchDispatchMode):
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.device_type, self.phase, self.module = device_type, "wrap", ""
+        self.device_type, self.phase = device_type, "forward"
         self.now: Count[str] = Count()
         self.total, self.peak = 0, Peak()
         #: Work of one call and where it is done -> how often.
@@ -89,7 +88,7 @@ class StepCounter(TorchDispatchMode):
         self.now[category] += size
         self.total += size
         if self.total > self.peak.total:
-            self.peak = Peak(self.total, dict(self.now), self.phase, self.module)
+            self.peak = Peak(self.total, dict(self.now), self.phase)
 
     def _drop(self, key: int) -> None:
         size, category = self._live.pop(key, (0, ""))
@@ -108,7 +107,7 @@ class StepCounter(TorchDispatchMode):
         """Count work and messages from zero; what is allocated stays so."""
         self.work.clear()
         self.sent.clear()
-        self.peak = Peak(self.total, dict(self.now), self.phase, self.module)
+        self.peak = Peak(self.total, dict(self.now), self.phase)
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
@@ -182,13 +181,20 @@ class StepCounter(TorchDispatchMode):
         ranks = ranks_of(args)
         what = _COLLECTIVES[name]
         for each in tensors:
-            self.add(each, "messages")
+            if not self._is_kept(each):
+                self.add(each, "messages")
         sizes = [each.nbytes for each in tensors]
         # A gather's result and a scatter's input hold the parts of all ranks.
-        payload = max(sizes, default=0) if what in ("all_gather", "reduce_scatter") else sum(sizes[:1])
-        if what in ("all_gather", "reduce_scatter") and name.startswith("all_gather_into_tensor"):
+        has_all = what in ("all_gather", "reduce_scatter")
+        payload = max(sizes, default=0) if has_all else sum(sizes[:1])
+        if name.startswith("all_gather_into_tensor"):  # it has this rank's part alone
             payload = sizes[0] * len(ranks)
         self.sent[self.phase, what, ranks, payload] += 1
+
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has a purpose beside being sent."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return known is not None and known[1] in ("parameters", "gradients", "optimizer")
 
     @property
     def flops(self) -> float:

@@ -29,9 +29,9 @@ class PlannedCollectives(TorchCollectives):
         """Return the collectives of all ranks of `world`."""
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        for known in (dist.Backend.backend_capability["fake"],):
-            if NAME not in known:
-                known.append(NAME)
+        devices = dist.Backend.backend_capability["fake"]
+        if NAME not in devices:
+            devices.append(NAME)
         if dist.is_initialized():
             leave_group()
         dist.init_process_group(

@@ -98,11 +98,12 @@ def _attention(
     return masked
 
 
-#: Functions that make tensors from nothing.
+#: Functions that make tensors from nothing, and from values.
 _FACTORIES = {
-    torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.tensor, torch.arange,
-    torch.linspace, torch.eye, torch.empty_strided, torch.randint, torch.normal,
+    torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.linspace, torch.eye,
+    torch.empty_strided, torch.randint, torch.normal,
 }  # fmt: skip
+_FROM_VALUES = {torch.tensor, torch.as_tensor}
 
 
 class Building(TorchFunctionMode):
@@ -117,6 +118,11 @@ class Building(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_here = str(kwargs.get("device")).startswith(NAME)
+        if func in _FROM_VALUES and (is_here or (func is torch.tensor and _in_constructor())):
+            values = func(*args, **kwargs | {"device": "cpu"})
+            with self.fake:  # torch would move the values, which a fake tensor cannot take
+                return torch.empty_like(values, device=planned_device())
         if func in _FACTORIES and _in_constructor():
             with self.fake:
                 return func(*args, **kwargs | {"device": planned_device()})

@@ -9,12 +9,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from attrs import define, field
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from stratagem.api import Accelerator, Environment, Plugin, World, hookimpl
+from stratagem.distributed.default_group import leave_group
 from stratagem_plan import operators
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
@@ -36,6 +39,9 @@ class PlannedEnvironment(Environment):
 
     simulated: ClassVar[bool] = True
     world: World
+
+    def processes_exist(self) -> bool:
+        return self.world.world_size > 1
 
     def local_processes(self) -> int | None:
         return self.world.local_world_size
@@ -140,33 +146,46 @@ def _quiet_shapes(counter: StepCounter) -> Iterator[None]:
 
 
 @define(eq=False, kw_only=True)
-class StepMeter(Plugin):
-    """Counts what the steps of a run allocate on `device_type`, compute and send."""
+class Planner(Plugin):
+    """Lets a run compute with tensors without values, counts its steps, and ends the script after the last one."""
 
-    device_type: str = "cpu"
     #: Optimizer steps; the last one is the one that is told.
     num_steps: int = 2
-    counter: StepCounter = field(init=False)
+    counter: StepCounter = field(init=False, factory=lambda: StepCounter(NAME))
+    fake: FakeTensorMode = field(init=False, factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     #: The run, once it has a model.
     run: Any = field(init=False, default=None)
     #: Bytes by category at the end of each step.
     ends: list[dict[str, int]] = field(init=False, factory=list)
-    #: Batches, samples and integers of the steps that are told, of this rank.
+    #: Batches, samples and whole numbers of the step that is told, of this rank.
     inputs: dict[str, int] = field(init=False, factory=dict)
+    _modes: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
 
-    def __attrs_post_init__(self) -> None:
-        self.counter = StepCounter(self.device_type)
+    def _begin(self) -> None:
+        """Compute with tensors without values from here to `close`, also in a loop of the user's."""
+        if self.run is None:
+            on_device = _OnDevice()  # type: ignore[no-untyped-call]  # torch's
+            for context in (self.fake, on_device, _quiet_shapes(self.counter), self.counter):
+                self._modes.enter_context(context)
 
-    @contextlib.contextmanager
-    def counting(self, phase: str) -> Iterator[None]:
-        """Count in `phase`."""
-        with self.counter, self.counter.within(phase):
-            yield
+    def close(self) -> None:
+        """Let this process compute as before."""
+        self._modes.close()
+        if dist.is_initialized():
+            leave_group()
+
+    @hookimpl(wrapper=True)
+    def wrap_dataloader(self) -> Generator[None, Any, Any]:
+        loader = yield
+        if isinstance(loader, DataLoader):
+            loader.pin_memory = False  # there is no device to pin it for
+        return loader
 
     @hookimpl(wrapper=True)
     def wrap_model(self, run: RunContext) -> Generator[None, Any, Any]:
+        self._begin()
         self.run = run
-        with self.counting("wrap"):
+        with self.counter.within("wrap"):
             model = yield
         for tensor in (*model.parameters(), *model.buffers()):
             self.counter.add(tensor, "parameters")
@@ -175,28 +194,33 @@ class StepMeter(Plugin):
 
     @hookimpl(wrapper=True)
     def wrap_optimizers(self) -> Generator[None, list[Optimizer], list[Optimizer]]:
-        with self.counting("wrap"):
-            return (yield)
+        with self.counter.within("wrap"):
+            optimizers = yield
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True  # torch's choice on a GPU
+        return optimizers
 
     @hookimpl(wrapper=True)
     def transfer_batch(self, batch: Any) -> Generator[None, Any, Any]:
-        self._note(batch)
-        with self.counting("forward"):
-            return (yield)
-
-    def _note(self, batch: Any) -> None:
         tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
         whole = [each.numel() for each in tensors if not each.is_floating_point()]
-        found = {
-            "batches": 1,
-            "samples": len(tensors[0]) if tensors and tensors[0].dim() else 0,
-            "tokens": max(whole, default=0),
-        }
-        self.inputs = {name: self.inputs.get(name, 0) + count for name, count in found.items()}
+        samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
+        for name, count in (("batches", 1), ("samples", samples), ("tokens", max(whole, default=0))):
+            self.inputs[name] = self.inputs.get(name, 0) + count
+        return (yield)
 
     @hookimpl
-    def step_context(self) -> AbstractContextManager[Any]:
-        return self.counting("forward")
+    def step_context(self, stage: str) -> AbstractContextManager[Any]:
+        return self._step(stage)
+
+    @contextlib.contextmanager
+    def _step(self, stage: str) -> Iterator[None]:
+        yield
+        operators.copies.clear()
+        if self.run.manual and stage == "train":  # it may step several optimizers, several times
+            self._end_step()
 
     @hookimpl(wrapper=True)
     def backward(self) -> Generator[None, Any, Any]:
@@ -209,50 +233,24 @@ class StepMeter(Plugin):
 
     @hookimpl(wrapper=True)
     def clip_gradients(self) -> Generator[None, Any, Any]:
-        with self.counting("optimizer"):
+        with self.counter.within("optimizer"):
             return (yield)
 
-    @hookimpl(wrapper=True)
+    @hookimpl(wrapper=True, tryfirst=True)
     def optimizer_step(self, optimizer: Optimizer) -> Generator[None, bool, bool]:
-        with self.counting("optimizer"):
+        with self.counter.within("optimizer"):
             stepped = yield
         for each in tree_leaves(list(optimizer.state.values())):
             if isinstance(each, torch.Tensor):
                 self.counter.add(each, "optimizer")
+        if not self.run.manual:
+            self._end_step()
+        return stepped
+
+    def _end_step(self) -> None:
         self.ends.append(+self.counter.now)
+        if len(self.ends) == self.num_steps:
+            raise Planned(0)
         if len(self.ends) == self.num_steps - 1:
             self.counter.forget()
             self.inputs = {}
-        return stepped
-
-
-@define(eq=False, kw_only=True)
-class Planner(StepMeter):
-    """Lets a run compute with tensors without values, counts its steps, and ends it after the last one."""
-
-    device_type: str = NAME
-    fake: FakeTensorMode = field(init=False, factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
-
-    @contextlib.contextmanager
-    def counting(self, phase: str) -> Iterator[None]:
-        on_device = _OnDevice()  # type: ignore[no-untyped-call]  # torch's
-        with self.fake, on_device, _quiet_shapes(self.counter), super().counting(phase):
-            yield
-            operators.copies.clear()
-
-    @hookimpl(wrapper=True)
-    def wrap_optimizers(self) -> Generator[None, list[Optimizer], list[Optimizer]]:
-        with self.counting("wrap"):
-            optimizers = yield
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                    group["foreach"] = True  # torch's choice on a GPU
-        return optimizers
-
-    @hookimpl(wrapper=True, tryfirst=True)
-    def optimizer_step(self, optimizer: Optimizer) -> Generator[None, bool, bool]:
-        stepped = yield from super().optimizer_step(optimizer)
-        if len(self.ends) == self.num_steps:
-            raise Planned(0)
-        return stepped

@@ -21,6 +21,7 @@ LIBRARY_BYTES = 68_157_440
 #: What is taken for granted in every plan.
 ASSUMPTIONS = (
     f"the libraries of the device take {LIBRARY_BYTES / 2**20:.0f} MiB, as cuBLAS does on an H200",
+    "validation, loggers and checkpoints are left out",
     "all ranks decide as this one, where a decision depends on what others say",
     "the allocator wastes nothing: what it reserves is more, by 1 to 32 percent where it was measured",
 )
@@ -33,6 +34,8 @@ def tree_of(script: PlannedScript, device: str, planners: list[Planner]) -> dict
     assumptions = [*ASSUMPTIONS]
     for name, count in sorted(first.counter.uncounted.items()):
         assumptions.append(f"{name} ({count} calls) counts no FLOPs")
+    if len(run.stack.strategies) > 1:
+        assumptions.append(f"what {run.stack.strategies[0]} sends between steps is not counted")
     if run.compiles:
         assumptions.append("the model is not compiled: a compiled one holds less, and computes fewer operations")
     return {
@@ -124,7 +127,11 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
     yield f"a step of one rank: {inputs['samples']} samples, {inputs['tokens']:,} whole numbers in {batches}"
     for each in tree["classes"]:
         yield ""
-        yield f"rank {each['rank']}, and {each['ranks'] - 1} like it" if each["ranks"] > 1 else f"rank {each['rank']}"
+        yield (
+            f"rank {each['rank']}; {each['ranks'] - 1} others are taken to do the same"
+            if each["ranks"] > 1
+            else "rank 0"
+        )
         yield from _memory(each, limit)
         yield from _traffic(each)
         yield f"  {each['flops']:.4g} FLOP a step"

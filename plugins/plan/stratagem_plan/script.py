@@ -12,21 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pluggy
 import torch
 from attrs import define
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from stratagem.api.options import as_list, changes
 from stratagem.api.world import World
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan import operators
 from stratagem_plan.counter import counting_resizes
 from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner, converting_fakes
 
 #: Names plugins that a process is not to use.
 DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
-#: Plugins that talk to other processes, or write files.
-_LEFT_OUT = ("peer_diagnosis", "report")
+#: Plugins that talk to other processes, write files, or say how training ended.
+_LEFT_OUT = ("peer_diagnosis", "report", "ending", "interruption", "hints")
 
 
 @define
@@ -59,21 +60,48 @@ class PlannedScript:
                 converting_fakes(),
                 counting_resizes(planner.counter),
                 operators.Building(planner.fake),
+                contextlib.closing(planner),
             ):
                 runpy.run_path(str(self.path), run_name="__main__")
         except Planned:
             return planner
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise _depends_on_values(error) from error
+        except StratagemError:
+            raise
+        except (Exception, SystemExit) as error:
+            if len(planner.ends) < self.num_steps:  # otherwise the script has caught what ends it
+                raise self._explained(error) from error
+        if len(planner.ends) >= self.num_steps:
+            return planner
         raise ConfigError(
             f"{self.path} has ended after {len(planner.ends)} optimizer steps", expected=f"{self.num_steps} of them",
             do="plan the command that trains, with its arguments" if planner.run is None else "let it train longer",
         )  # fmt: skip
 
+    def _explained(self, error: BaseException) -> ConfigError:
+        """Return the error for a script that `error` ended, with the line where it did."""
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(each.filename)]
+        place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else str(self.path)
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            if frames and _is_ours(frames[-1].filename):
+                return ConfigError(
+                    f"{place} asks for the value of a tensor, for a plugin that this run chose",
+                    expected="plugins that decide by shapes", do="plan with another precision, strategy or comm_hook",
+                )  # fmt: skip
+            return ConfigError(
+                f"the step asks for the value of a tensor at {place}",
+                expected="a step whose shapes decide what it does",
+                do="plan without that line: tensors of a plan have shapes and no values",
+            )
+        first = (str(error).splitlines() or [""])[0]
+        return ConfigError(
+            f"{place} ended the script with {type(error).__name__}: {first}", expected="a script that trains",
+            do="see whether it trains without `stratagem plan`, whose tensors have shapes and no values",
+        )  # fmt: skip
+
     @contextlib.contextmanager
     def _changed(self, world: World, planner: Planner) -> Iterator[None]:
         """Within, every run of this process is planned."""
-        argv, path, denied = sys.argv, sys.path[:], os.environ.get(DENY_VARIABLE, "")
+        argv, path, denied = sys.argv, sys.path[:], os.environ.get(DENY_VARIABLE)
         with tempfile.TemporaryDirectory(prefix="stratagem-plan-") as folder:
 
             def change(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +110,10 @@ class PlannedScript:
                     "num_nodes": self.nodes, "environment": PlannedEnvironment(world=world),
                     "plugins": [*as_list(given.get("plugins", ())), planner], "default_root_dir": Path(folder),
                 }  # fmt: skip
-                return values | (_QUIET if cls.for_trainer else {})
+                if not cls.for_trainer:
+                    return values
+                callbacks = [each for each in as_list(given.get("callbacks") or ()) if not _saves(each)]
+                return values | _QUIET | {"callbacks": callbacks}
 
             changes.append(change)
             sys.argv, sys.path[:0] = [str(self.path), *self.arguments], [str(self.path.parent.absolute())]
@@ -92,7 +123,15 @@ class PlannedScript:
             finally:
                 changes.remove(change)
                 sys.argv, sys.path[:] = argv, path
-                os.environ[DENY_VARIABLE] = denied
+                os.environ.pop(DENY_VARIABLE, None)
+                if denied is not None:
+                    os.environ[DENY_VARIABLE] = denied
+
+
+def _saves(callback: Any) -> bool:
+    """Whether a callback, or its name or mapping, saves checkpoints."""
+    name = callback.get("name") if isinstance(callback, Mapping) else callback
+    return name == "model_checkpoint" or any(each.__name__ == "ModelCheckpoint" for each in type(callback).__mro__)
 
 
 #: Arguments of a Trainer that write files, or run anything beside training.
@@ -102,16 +141,13 @@ _QUIET: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _depends_on_values(error: BaseException) -> ConfigError:
-    """Return the error for a step that asks for the value of a tensor, with the line that does."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_of_a_user(each.filename)]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    return ConfigError(
-        f"the step asks for the value of a tensor{place}", expected="a step whose shapes decide what it does",
-        do="plan without that line: tensors of a plan have shapes and no values",
-    )  # fmt: skip
+def _is_of_a_library(path: str) -> bool:
+    """Whether a file is of Python, torch or pluggy, or of this package."""
+    folders = {os.path.dirname(module.__file__ or "") for module in (os, torch, pluggy)} | {os.path.dirname(__file__)}
+    return path.startswith(("<", *(f"{folder}/" for folder in folders)))
 
 
-def _is_of_a_user(path: str) -> bool:
-    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(runpy.__file__) + "/")
-    return not path.startswith((*inside[:2], "<")) and os.path.basename(path) != "runpy.py"
+def _is_ours(path: str) -> bool:
+    """Whether a file is of a package of stratagem."""
+    names = [name for name in sys.modules if name.startswith("stratagem")]
+    return any(getattr(sys.modules[name], "__file__", None) == path for name in names)
