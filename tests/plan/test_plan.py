@@ -212,3 +212,125 @@ def test_a_plan_leaves_nothing_in_the_folder(tmp_path):
     plan(tmp_path)
 
     assert list(tmp_path.iterdir()) == []
+
+
+# --- Scripts of all kinds -------------------------------------------------------------------------------------------------
+
+MODEL = """
+class M(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential({layers})
+    def training_step(self, batch):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.zeros({shape}), batch_size=4{loader})
+def train(**options):
+    sg.Trainer(max_steps=5, enable_progress_bar=False, **options).fit(M(), loader)
+"""
+
+
+def script_of(layers="nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)", shape="64, 4", loader="", then="train()"):
+    return MODEL.replace("{layers}", layers).replace("{shape}", shape).replace("{loader}", loader) + then + "\n"
+
+
+SCRIPTS = {
+    "convolutions, batch norm": script_of("nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()", "64, 3, 8, 8"),
+    "pinned memory, workers": script_of(loader=", pin_memory=True, num_workers=1"),
+    "checkpoints of its own": script_of(then="train(callbacks=[{'name': 'model_checkpoint', 'dirpath': 'kept'}])"),
+    "accumulation, clipping": script_of(then="train(accumulate_grad_batches=4, gradient_clip_val=1.0)"),
+    "what ends it is caught": script_of(then="try: train()\nexcept BaseException: pass"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_of_many_kinds_are_planned(tmp_path, name):
+    code, tree, said = plan(tmp_path, "--devices", 2, script=write(tmp_path, SCRIPTS[name]))
+    assert code == 0, said
+    (ranks,) = tree["classes"]
+    (sent,) = [each for each in ranks["collectives"] if each["op"] == "all_reduce"]
+
+    assert tree["stack"]["strategy"] == "ddp"
+    assert tree["accumulate"] == (4 if name.startswith("accumulation") else 1)
+    assert sent["calls"] == 1
+    assert ranks["end"]["parameters"] > 0
+    assert {each["phase"] for each in ranks["work"]} >= {"forward", "backward", "optimizer"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_one_device_needs_no_messages(tmp_path):
+    code, tree, said = plan(tmp_path, script=write(tmp_path, script_of()))
+
+    assert (code, tree["stack"]["strategy"], tree["classes"][0]["collectives"]) == (0, "single_device", []), said
+
+
+def test_a_loop_of_ones_own_is_counted_from_forward_to_step(tmp_path):
+    text = """
+def main(run):
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    model, optimizer = run.setup(module, torch.optim.Adam(module.parameters()))
+    for batch in run.dataloader(torch.utils.data.DataLoader(torch.zeros(64, 4), batch_size=4)):
+        loss = model(batch).square().mean()  # outside of the model
+        run.backward(loss)
+        run.optimizer_step(optimizer)
+        optimizer.zero_grad()
+sg.Run(strategy="ddp").launch(main)
+"""
+    code, tree, said = plan(tmp_path, "--devices", 2, script=write(tmp_path, text))
+    assert code == 0, said
+    (ranks,) = tree["classes"]
+
+    assert {each["op"] for each in ranks["work"] if each["phase"] == "backward" and each["kind"] == "vector"}
+    assert [each["payload"] for each in ranks["collectives"] if each["op"] == "all_reduce"] == [4 * (5 * 8 + 9)]
+
+
+def test_with_manual_optimization_a_batch_is_a_step(tmp_path):
+    text = """
+class Pair(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.one, self.other = nn.Linear(4, 1), nn.Linear(4, 2)
+    def training_step(self, batch):
+        for part, optimizer in zip((self.one, self.other), self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(part(batch).mean())
+            optimizer.step()
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.one, self.other)]
+loader = torch.utils.data.DataLoader(torch.zeros(64, 4), batch_size=4)
+sg.Trainer(max_steps=9, enable_progress_bar=False).fit(Pair(), loader)
+"""
+    code, tree, said = plan(tmp_path, script=write(tmp_path, text))
+    assert code == 0, said
+    products = [each for each in tree["classes"][0]["work"] if each["kind"] == "matmul" and each["phase"] == "forward"]
+
+    assert tree["inputs"]["samples"] == 4
+    assert sorted(each["n"] for each in products) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_models_of_transformers_are_planned(tmp_path, kind):
+    pytest.importorskip("transformers")
+    sizes = {
+        "GPT2": "n_layer=2, n_embd=64, n_head=2",
+        "Llama": "hidden_size=64, num_hidden_layers=2, num_attention_heads=2",
+    }
+    text = f"""
+from transformers import AutoModelForCausalLM, {kind}Config
+class M(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_config({kind}Config({sizes[kind]}, vocab_size=100))
+    def training_step(self, batch):
+        return self.model(input_ids=batch, labels=batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+loader = torch.utils.data.DataLoader(torch.zeros(64, 16, dtype=torch.long), batch_size=4)
+sg.Trainer(max_steps=9, strategy="fsdp", enable_progress_bar=False).fit(M(), loader)
+"""
+    code, tree, said = plan(tmp_path, "--devices", 2, script=write(tmp_path, text))
+
+    assert code == 0, said
+    assert tree["inputs"] == {"samples": 4, "tokens": 64}
