@@ -19,7 +19,7 @@ from cattrs.v import format_exception
 from stratagem.errors import ConfigError, nearest
 
 #: A folder of files that add devices, or replace keys of one: ``h100-sxm-80gb.toml``.
-FOLDER_VARIABLE = "STRATAGEM_DEVICES"
+FOLDER_VARIABLE = "STRATAGEM_PLAN_DEVICES"
 #: Devices without measurements use those of this one.
 MEASURED = "h200-sxm-141gb"
 

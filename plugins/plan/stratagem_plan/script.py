@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pluggy
 import torch
 from attrs import define
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -143,7 +142,9 @@ _QUIET: dict[str, Any] = {
 
 def _is_of_a_library(path: str) -> bool:
     """Whether a file is of Python, torch or pluggy, or of this package."""
-    folders = {os.path.dirname(module.__file__ or "") for module in (os, torch, pluggy)} | {os.path.dirname(__file__)}
+    folders = {os.path.dirname(module.__file__ or "") for module in (os, torch, sys.modules["pluggy"])} | {
+        os.path.dirname(__file__)
+    }
     return path.startswith(("<", *(f"{folder}/" for folder in folders)))
 
 
