@@ -41,9 +41,9 @@ class PlannedReplica(nn.Module):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
             self._rebuild()
-        if self._sends_buffers and torch.is_grad_enabled():
-            with self._run.peers.traffic.sent_by("buffers"):
-                self._run.peers.replicate(self.module.buffers())
+            if self._sends_buffers:
+                with self._run.peers.traffic.sent_by("buffers"):
+                    self._run.peers.replicate(self.module.buffers())
         return self.module(*inputs, **options)
 
     def _allocate(self) -> list[torch.Tensor]:

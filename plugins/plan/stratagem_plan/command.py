@@ -70,7 +70,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _tree(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the plan of the ranks that were named, or of one of each stage of a pipeline."""
+    """Return the plan of rank 0, or of the ranks that were named."""
     from stratagem_plan.result import tree_of
     from stratagem_plan.script import PlannedScript
 
@@ -78,10 +78,7 @@ def _tree(arguments: argparse.Namespace) -> dict[str, Any]:
     first, *others = arguments.rank or [0]
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints
         planner = script.on(first)
-    tree = tree_of(script, arguments.device, [planner])
-    if arguments.rank is None:
-        stages = planner.run.mesh.size("pipeline")
-        others = [stage * (planner.run.world_size // stages) for stage in range(1, stages)]
+    tree = tree_of(script, arguments.device, planner)
     tree["classes"] += [each for rank in others for each in _in_a_process(arguments, rank)["classes"]]
     return tree
 
@@ -98,6 +95,6 @@ def _in_a_process(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "stratagem", "plan", *words, str(arguments.script), *arguments.arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not path.is_file():
-            raise StratagemError(f"rank {rank} cannot be planned: {done.stderr.strip().splitlines()[-1:]}")
+            raise StratagemError(f"rank {rank}: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
         tree: dict[str, Any] = json.loads(path.read_text())
         return tree

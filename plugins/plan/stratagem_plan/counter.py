@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import define, field
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -72,7 +73,6 @@ class StepCounter(TorchDispatchMode):
         if tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
-        size = -(-storage.nbytes() // _GRAIN) * _GRAIN
         known = self._live.get(storage._cdata)
         if known is not None:
             if known[1] != category:
@@ -80,6 +80,7 @@ class StepCounter(TorchDispatchMode):
                 self.now[category] += known[0]
                 known[1] = category
             return
+        size = _allocated(storage)
         self._live[storage._cdata] = [size, category]
         weakref.finalize(storage, self._drop, storage._cdata)
         self._grow(size, category)
@@ -99,9 +100,8 @@ class StepCounter(TorchDispatchMode):
         """Count the change of a storage whose size was set."""
         known = self._live.get(storage._cdata)
         if known is not None:
-            size = -(-storage.nbytes() // _GRAIN) * _GRAIN
-            before, known[0] = known[0], size
-            self._grow(size - before, known[1])
+            before, known[0] = known[0], _allocated(storage)
+            self._grow(known[0] - before, known[1])
 
     def forget(self) -> None:
         """Count work and messages from zero; what is allocated stays so."""
@@ -130,7 +130,7 @@ class StepCounter(TorchDispatchMode):
     # --- Operations ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(each, "_local_tensor") or each.__name__ == "DTensor" for each in types):
+        if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
@@ -206,6 +206,11 @@ class StepCounter(TorchDispatchMode):
             elif kind != "vector":
                 total += sizes[0] * count
         return total
+
+
+def _allocated(storage: torch.UntypedStorage) -> int:
+    """Return the bytes that the allocator takes for `storage`."""
+    return -(-storage.nbytes() // _GRAIN) * _GRAIN
 
 
 @contextlib.contextmanager

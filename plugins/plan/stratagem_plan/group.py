@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,14 +39,6 @@ class PlannedCollectives(TorchCollectives):
         )
         return cls(world, device, owns_group=True, timeout=timeout)
 
-    @property
-    def reports_lost_ranks(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
-    def unchecked(self) -> Collectives:
-        return self
-
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         if tensor.device.type == NAME:
             return super().all_reduce(tensor, op)
@@ -61,9 +53,6 @@ class PlannedCollectives(TorchCollectives):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         return super().broadcast(tensor, src) if tensor.device.type == NAME else tensor
-
-    def replicate(self, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
-        Collectives.replicate(self, tensors, src)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         whole = dist.get_process_group_ranks(self.group)
@@ -88,9 +77,6 @@ class PlannedCollectives(TorchCollectives):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.world_size
-
-    def any(self, flag: bool) -> bool:
-        return bool(flag)
 
     def barrier(self) -> None: ...
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 
 from stratagem_plan.plan_file import SCHEMA
 
@@ -27,12 +28,11 @@ ASSUMPTIONS = (
 )
 
 
-def tree_of(script: PlannedScript, device: str, planners: list[Planner]) -> dict[str, Any]:
-    """Return the plan as data: the plan file's, see `stratagem_plan.plan_file`."""
-    first = planners[0]
-    run = first.run
+def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, Any]:
+    """Return the plan of one rank as data: the plan file's, see `stratagem_plan.plan_file`."""
+    run, inputs = planner.run, planner.inputs
     assumptions = [*ASSUMPTIONS]
-    for name, count in sorted(first.counter.uncounted.items()):
+    for name, count in sorted(planner.counter.uncounted.items()):
         assumptions.append(f"{name} ({count} calls) counts no FLOPs")
     if len(run.stack.strategies) > 1:
         assumptions.append(f"what {run.stack.strategies[0]} sends between steps is not counted")
@@ -52,20 +52,19 @@ def tree_of(script: PlannedScript, device: str, planners: list[Planner]) -> dict
             "comm_hook": ", ".join(choice.name for choice in run.stack.comm_hooks),
         },
         "mesh": dict(run.mesh.axes),
-        "inputs": {"samples": first.inputs.get("samples", 0), "tokens": first.inputs.get("tokens", 0)},
+        "inputs": {"samples": inputs.get("samples", 0), "tokens": inputs.get("tokens", 0)},
         "data_ranks": run.mesh.num_data_shards,
-        "accumulate": first.inputs.get("batches", 1),
-        "classes": [_class_of(script, planner) for planner in planners],
+        "accumulate": inputs.get("batches", 1),
+        "classes": [_class_of(script, planner)],
         "assumptions": assumptions,
     }  # fmt: skip
 
 
 def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
     counter, run = planner.counter, planner.run
-    stages = run.mesh.size("pipeline")
     return {
         "rank": run.rank,
-        "ranks": run.world_size // stages,
+        "ranks": run.world_size,
         "peak": counter.peak.total + LIBRARY_BYTES,
         "at_peak": {name: counter.peak.by.get(name, 0) for name in CATEGORIES} | {"libraries": LIBRARY_BYTES},
         "peak_phase": counter.peak.phase,
@@ -73,7 +72,6 @@ def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
         "flops": counter.flops,
         "work": [_work(key, count) for key, count in sorted(counter.work.items(), key=str)],
         "collectives": [_collective(key, calls, script, run) for key, calls in sorted(counter.sent.items())],
-        "bubble": _bubble(run, planner, stages),
     }  # fmt: skip
 
 
@@ -93,22 +91,9 @@ def _collective(key: Any, calls: int, script: PlannedScript, run: Any) -> dict[s
 
 def _axis(ranks: tuple[int, ...], run: Any) -> str:
     """Return the axes of the mesh on which `ranks` differ; "" if they are not the ranks of a line."""
-    places = [{axis: _position(run.mesh.axes, axis, rank) for axis in run.mesh.axes} for rank in ranks]
-    axes = [axis for axis in run.mesh.axes if len({place[axis] for place in places}) > 1]
+    places = [evolve(run.mesh, rank=rank) for rank in ranks]
+    axes = [axis for axis in run.mesh.axes if len({place.position(axis) for place in places}) > 1]
     return "+".join(axes) if math.prod(run.mesh.axes[axis] for axis in axes) == len(ranks) else ""
-
-
-def _position(axes: dict[str, int], axis: str, rank: int) -> int:
-    names = list(axes)
-    stride = math.prod(axes[name] for name in names[names.index(axis) + 1 :])
-    return rank // stride % axes[axis]
-
-
-def _bubble(run: Any, planner: Planner, stages: int) -> dict[str, int] | None:
-    if stages == 1:
-        return None
-    micro = getattr(run.strategy, "microbatches", None) or stages
-    return {"stages": stages, "microbatches": micro * planner.inputs.get("batches", 1), "interleave": 1}
 
 
 # --- Text --------------------------------------------------------------------------------------------------------
