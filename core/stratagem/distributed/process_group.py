@@ -137,7 +137,8 @@ class TorchCollectives(Collectives):
     def _messages_from(self, device: torch.device) -> torch.device:
         import torch
 
-        return torch.device("cpu") if self._backends.get(device.type) == "gloo" else device
+        through_host = device.type != "cpu" and self._backends.get(device.type) == "gloo"
+        return torch.device("cpu") if through_host else device
 
     def _same_call(self, call: str, *facts: Any) -> None:
         """Wait for all ranks, and check that all make this call; see `comparison`.
