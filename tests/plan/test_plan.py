@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from plan.evaluation import measured_rows
+from stratagem_plan.operators import chunks
 from stratagem_plan.result import LIBRARY_BYTES
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
@@ -145,6 +147,15 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_three_ways_out(tmp_path):
     assert code == 2
     assert "does not fit: rank 0 needs" in said
     assert len([line for line in said.split("does not fit")[1].splitlines() if line.startswith("  ")]) == 3
+
+
+@pytest.mark.parametrize(("length", "count"), [(8, 4), (10, 4), (9, 4), (3, 4), (0, 2), (5, 1)])
+def test_parts_for_ranks_have_the_shapes_that_torch_gives_them(length, count):
+    tensor = torch.zeros(2, length)
+    whole = list(torch.chunk(tensor, count, dim=1))
+    shapes = [tuple(part.shape) for part in whole if part.numel()]
+
+    assert [tuple(part.shape) for part in chunks(tensor, count, 1)] == shapes + [(2, 0)] * (count - len(shapes))
 
 
 # --- What cannot be planned -----------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class PlannedCollectives(TorchCollectives):
         if tensor.device.type == NAME:
             return super().all_gather(tensor)
         self._count("all_gather", tensor)
-        return [tensor.clone() for _ in range(self.world_size)]
+        return [tensor.clone()] * self.world_size
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         return super().broadcast(tensor, src) if tensor.device.type == NAME else tensor

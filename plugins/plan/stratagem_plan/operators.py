@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from stratagem_plan.backend import NAME, planned_device
+from stratagem_plan.counter import StepCounter
 
 aten = torch.ops.aten
 #: Operators that autocast computes in its dtype on a GPU, and those that it computes in fp32 (torch's documentation of
@@ -112,9 +113,9 @@ class Building(TorchFunctionMode):
     What the script makes outside of modules, such as its data, is real.
     """
 
-    def __init__(self, fake: Any) -> None:
+    def __init__(self, fake: Any, counter: StepCounter) -> None:
         super().__init__()
-        self.fake = fake
+        self.fake, self.counter = fake, counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,7 +127,23 @@ class Building(TorchFunctionMode):
         if func in _FACTORIES and _in_constructor():
             with self.fake:
                 return func(*args, **kwargs | {"device": planned_device()})
+        if func is torch.chunk and self.counter.phase == "wrap" and args[0].device.type == NAME:
+            return chunks(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def chunks(tensor: torch.Tensor, count: int, dim: int = 0) -> list[torch.Tensor]:
+    """Return `count` parts as `torch.chunk` makes them, with one tensor for all parts of one shape: they have no values.
+
+    A strategy makes a part for each of thousands of ranks, and takes one. Parts beyond the end are empty, which
+    strategies append.
+    """
+    length = tensor.shape[dim]
+    size = max(1, -(-length // count))
+    whole, rest = divmod(length, size)
+    parts = [tensor.narrow(dim, 0, size)] * whole if whole else []
+    parts += [tensor.narrow(dim, whole * size, rest)] if rest else []
+    return parts + [tensor.narrow(dim, length, 0)] * (count - len(parts))
 
 
 def _in_constructor() -> bool:

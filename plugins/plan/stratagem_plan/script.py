@@ -58,7 +58,7 @@ class PlannedScript:
                 self._changed(world, planner),
                 converting_fakes(),
                 counting_resizes(planner.counter),
-                operators.Building(planner.fake),
+                operators.Building(planner.fake, planner.counter),
                 contextlib.closing(planner),
             ):
                 runpy.run_path(str(self.path), run_name="__main__")
