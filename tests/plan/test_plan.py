@@ -138,6 +138,28 @@ def test_a_plan_says_what_is_where(tmp_path):
     assert "fits" in said
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_plan_names_the_module_of_the_peak(tmp_path, recompute):
+    text = f"""
+class M(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.small, self.large, self.last = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 4000), nn.Tanh()), nn.Linear(4000, 1)
+    def training_step(self, batch):
+        return self.last(self.large(self.small(batch))).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.zeros(20000, 4), batch_size=1000)
+sg.Trainer(max_steps=5, activation_checkpointing=[nn.Sequential] if {recompute} else None).fit(M(), loader)
+"""
+    code, tree, said = plan(tmp_path, script=write(tmp_path, text))
+    assert code == 0, said
+
+    # The gradient of what Tanh returns is there when Tanh's gradient is made.
+    assert (tree["classes"][0]["peak_phase"], tree["classes"][0]["peak_module"]) == ("backward", "large.1")
+    assert "peak in backward of large.1" in said
+
+
 def test_a_plan_that_does_not_fit_says_by_how_much_and_three_ways_out(tmp_path):
     (tmp_path / "small.toml").write_text(
         'source = "a test"\nread_on = 2026-11-27\nvendor = false\nmemory_bytes = 70e6\n[flops]\nbf16_dense = 1e12\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import weakref
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -43,6 +45,52 @@ class Peak:
     total: int = 0
     by: dict[str, int] = field(factory=dict)
     phase: str = ""
+    #: The module that computes, or whose gradients are computed; "" if none of those with a name.
+    module: str = ""
+
+
+class Modules:
+    """Which module computes: in forward the innermost one, in backward the one that made the node of the graph."""
+
+    def __init__(self) -> None:
+        #: Names by the identity of modules: those that are told.
+        self.names: dict[int, str] = {}
+        self._stack = [""]
+        #: Numbers of nodes of the graph, and the module that makes those that follow.
+        self._starts, self._made_by = [0], [""]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, modules are noted when they are called."""
+        hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),  # recomputation stops by an exception
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def current(self) -> str:
+        """Return the name of the module."""
+        node: Any = torch._C._current_autograd_node()
+        if len(self._stack) > 1 or node is None:
+            return self._stack[-1]
+        return self._made_by[bisect.bisect_right(self._starts, node._sequence_nr()) - 1]
+
+    def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
+        self._stack.append(self.names.get(id(module), self._stack[-1]))
+        self._note()
+
+    def _leave(self, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._made_by.append(self._stack[-1])
 
 
 class StepCounter(TorchDispatchMode):
@@ -56,6 +104,7 @@ class StepCounter(TorchDispatchMode):
         self.device_type, self.phase = device_type, "forward"
         self.now: Count[str] = Count()
         self.total, self.peak = 0, Peak()
+        self.modules = Modules()
         #: Work of one call and where it is done -> how often.
         self.work: Count[tuple[Any, ...]] = Count()
         #: Collectives: phase, name, ranks of the group, bytes of one call -> how often.
@@ -89,7 +138,10 @@ class StepCounter(TorchDispatchMode):
         self.now[category] += size
         self.total += size
         if self.total > self.peak.total:
-            self.peak = Peak(self.total, dict(self.now), self.phase)
+            self.peak = self._peak()
+
+    def _peak(self) -> Peak:
+        return Peak(self.total, dict(self.now), self.phase, self.modules.current)
 
     def _drop(self, key: int) -> None:
         size, category = self._live.pop(key, (0, ""))
@@ -107,7 +159,7 @@ class StepCounter(TorchDispatchMode):
         """Count work and messages from zero; what is allocated stays so."""
         self.work.clear()
         self.sent.clear()
-        self.peak = Peak(self.total, dict(self.now), self.phase)
+        self.peak = self._peak()
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:

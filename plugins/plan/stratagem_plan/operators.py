@@ -133,7 +133,7 @@ class Building(TorchFunctionMode):
 
 
 def chunks(tensor: torch.Tensor, count: int, dim: int = 0) -> list[torch.Tensor]:
-    """Return `count` parts as `torch.chunk` makes them, with one tensor for all parts of one shape: they have no values.
+    """Return parts as `torch.chunk` makes them, with one tensor for all parts of one shape: they have no values.
 
     A strategy makes a part for each of thousands of ranks, and takes one. Parts beyond the end are empty, which
     strategies append.

@@ -165,7 +165,8 @@ class Planner(Plugin):
         """Compute with tensors without values from here to `close`, also in a loop of the user's."""
         if self.run is None:
             on_device = _OnDevice()  # type: ignore[no-untyped-call]  # torch's
-            for context in (self.fake, on_device, _quiet_shapes(self.counter), self.counter):
+            modules = self.counter.modules.watched()
+            for context in (self.fake, on_device, _quiet_shapes(self.counter), modules, self.counter):
                 self._modes.enter_context(context)
 
     def close(self) -> None:
@@ -182,9 +183,11 @@ class Planner(Plugin):
         return loader
 
     @hookimpl(wrapper=True)
-    def wrap_model(self, run: RunContext) -> Generator[None, Any, Any]:
+    def wrap_model(self, module: torch.nn.Module, run: RunContext) -> Generator[None, Any, Any]:
         self._begin()
         self.run = run
+        user = module.get_submodule("module")
+        self.counter.modules.names |= {id(each): name for name, each in user.named_modules()}
         with self.counter.within("wrap"):
             model = yield
         for tensor in (*model.parameters(), *model.buffers()):

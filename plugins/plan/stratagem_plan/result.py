@@ -68,6 +68,7 @@ def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
         "peak": counter.peak.total + LIBRARY_BYTES,
         "at_peak": {name: counter.peak.by.get(name, 0) for name in CATEGORIES} | {"libraries": LIBRARY_BYTES},
         "peak_phase": counter.peak.phase,
+        "peak_module": counter.peak.module,
         "end": {name: planner.ends[-1].get(name, 0) for name in CATEGORIES} | {"libraries": LIBRARY_BYTES},
         "flops": counter.flops,
         "work": [_work(key, count) for key, count in sorted(counter.work.items(), key=str)],
@@ -134,7 +135,7 @@ def _memory(each: dict[str, Any], limit: float | None) -> Iterator[str]:
     for name in (*CATEGORIES, "libraries"):
         yield f"  {name:<14}{each['at_peak'][name]:>18,}{each['end'][name]:>18,}"
     yield f"  {'all':<14}{each['peak']:>18,}{sum(each['end'].values()):>18,}"
-    where = f"in {each['peak_phase']}"
+    where = f"in {each['peak_phase']}" + (f" of {each['peak_module']}" if each["peak_module"] else "")
     if limit is not None:
         yield f"  peak {where}: {each['peak'] / limit:.1%} of {limit:,.0f} bytes"
     else:
