@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,7 +54,9 @@ class _Module:
     """``torch.planned``: what torch asks a type of device for; streams and events that do nothing."""
 
     Stream, Event = _Stream, _Event
-    _stream = _Stream()
+    #: The stream to which operations go.
+    stream_now: ClassVar[_Stream] = _Stream()
+    _default: ClassVar[_Stream] = stream_now
 
     @staticmethod
     def is_initialized() -> bool:
@@ -98,15 +100,23 @@ class _Module:
     @staticmethod
     def set_rng_state(state: Any, device: Any = None) -> None: ...
 
-    def current_stream(self, device: Any = None) -> _Stream:
-        return self._stream
+    @classmethod
+    def current_stream(cls, _device: Any = None) -> _Stream:
+        return cls.stream_now
 
-    default_stream = current_stream
+    @classmethod
+    def default_stream(cls, _device: Any = None) -> _Stream:
+        return cls._default
 
-    @staticmethod
+    @classmethod
     @contextlib.contextmanager
-    def stream(_stream: Any) -> Iterator[None]:
-        yield
+    def stream(cls, stream: Any) -> Iterator[None]:
+        before = cls.stream_now
+        cls.stream_now = before if stream is None else stream
+        try:
+            yield
+        finally:
+            cls.stream_now = before
 
     @staticmethod
     @contextlib.contextmanager
@@ -130,3 +140,8 @@ def planned_device() -> torch.device:
         ) from error  # fmt: skip
     register(NAME, backend_module=_Module())
     return torch.device(NAME, 0)
+
+
+def current_stream() -> object:
+    """Return the stream to which operations go now."""
+    return _Module.stream_now

@@ -37,7 +37,7 @@ class PlanCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its fake process group warns
-        from stratagem_plan.result import lines_of, misfit
+        from stratagem_plan.result import lines_of, misfit, verdict
 
         _check(arguments)
         limit = find(arguments.device, arguments.device_file).memory_bytes
@@ -52,9 +52,8 @@ class PlanCommand(Command):
         if limit is None:
             print(f"the memory of {arguments.device} is not known: whether it fits is not said")
             return 0
-        words = misfit(tree, limit)
-        print("\n".join(words or ["fits"]))
-        return DOES_NOT_FIT if words else 0
+        print("\n".join(verdict(tree, limit)))
+        return DOES_NOT_FIT if misfit(tree, limit) else 0
 
 
 def _check(arguments: argparse.Namespace) -> None:

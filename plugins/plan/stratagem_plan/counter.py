@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from stratagem_plan.allocator import GRAIN, Allocator, Block
+from stratagem_plan.backend import current_stream
+
 aten = torch.ops.aten
 #: Operators that multiply matrices, and which of their arguments the matrices are.
 _MATMULS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 _ATTENTION = "scaled_dot_product"
-#: torch's CUDA allocator hands out multiples of this.
-_GRAIN = 512
 #: Names under which torch dispatches collectives, and what they are called elsewhere.
 _COLLECTIVES = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "_allgather_base_": "all_gather",
@@ -112,6 +113,10 @@ class StepCounter(TorchDispatchMode):
         #: Operators of matrices without a formula for their FLOPs.
         self.uncounted: Count[str] = Count()
         self._live: dict[int, list[Any]] = {}
+        #: Without and with segments that can be extended.
+        self.allocators = Allocator(is_expandable=False), Allocator(is_expandable=True)
+        #: Blocks of storages that are gone: Python may drop them while an allocator is at work.
+        self._gone: list[tuple[Block, ...]] = []
         self._quiet = 0
 
     # --- Memory --------------------------------------------------------------------------------------------------
@@ -130,9 +135,15 @@ class StepCounter(TorchDispatchMode):
                 known[1] = category
             return
         size = _allocated(storage)
-        self._live[storage._cdata] = [size, category]
+        self._live[storage._cdata] = [size, category, self._take(size)]
         weakref.finalize(storage, self._drop, storage._cdata)
         self._grow(size, category)
+
+    def _take(self, size: int) -> tuple[Block, ...]:
+        while self._gone:
+            for allocator, block in zip(self.allocators, self._gone.pop(), strict=False):  # none has no bytes
+                allocator.give(block)
+        return tuple(each.take(size, current_stream()) for each in self.allocators if size)
 
     def _grow(self, size: int, category: str) -> None:
         self.now[category] += size
@@ -144,7 +155,8 @@ class StepCounter(TorchDispatchMode):
         return Peak(self.total, dict(self.now), self.phase, self.modules.current)
 
     def _drop(self, key: int) -> None:
-        size, category = self._live.pop(key, (0, ""))
+        size, category, blocks = self._live.pop(key, (0, "", ()))
+        self._gone.append(blocks)
         self.now[category] -= size
         self.total -= size
 
@@ -153,6 +165,8 @@ class StepCounter(TorchDispatchMode):
         known = self._live.get(storage._cdata)
         if known is not None:
             before, known[0] = known[0], _allocated(storage)
+            old, known[2] = known[2], self._take(known[0])
+            self._gone.append(old)
             self._grow(known[0] - before, known[1])
 
     def forget(self) -> None:
@@ -262,7 +276,7 @@ class StepCounter(TorchDispatchMode):
 
 def _allocated(storage: torch.UntypedStorage) -> int:
     """Return the bytes that the allocator takes for `storage`."""
-    return -(-storage.nbytes() // _GRAIN) * _GRAIN
+    return -(-storage.nbytes() // GRAIN) * GRAIN
 
 
 @contextlib.contextmanager

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "messages", "temporary")
 #: What CUDA's libraries take for themselves on an H200 in torch 2.11: cuBLAS's workspaces.
 LIBRARY_BYTES = 68_157_440
+#: What makes torch's allocator keep less.
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 #: What is taken for granted in every plan.
 ASSUMPTIONS = (
     f"the libraries of the device take {LIBRARY_BYTES / 2**20:.0f} MiB, as cuBLAS does on an H200",
     "validation, loggers and checkpoints are left out",
     "all ranks decide as this one, where a decision depends on what others say",
-    "the allocator wastes nothing: what it reserves is more, by 1 to 32 percent where it was measured",
+    "what NCCL takes for its buffers is not counted",
 )
 
 
@@ -66,6 +68,8 @@ def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
         "rank": run.rank,
         "ranks": run.world_size,
         "peak": counter.peak.total + LIBRARY_BYTES,
+        "reserved": counter.allocators[0].peak + LIBRARY_BYTES,
+        "reserved_expandable": counter.allocators[1].peak + LIBRARY_BYTES,
         "at_peak": {name: counter.peak.by.get(name, 0) for name in CATEGORIES} | {"libraries": LIBRARY_BYTES},
         "peak_phase": counter.peak.phase,
         "peak_module": counter.peak.module,
@@ -135,6 +139,7 @@ def _memory(each: dict[str, Any], limit: float | None) -> Iterator[str]:
     for name in (*CATEGORIES, "libraries"):
         yield f"  {name:<14}{each['at_peak'][name]:>18,}{each['end'][name]:>18,}"
     yield f"  {'all':<14}{each['peak']:>18,}{sum(each['end'].values()):>18,}"
+    yield f"  {'reserved':<14}{each['reserved']:>18,}; {each['reserved_expandable']:,} with {EXPANDABLE}"
     where = f"in {each['peak_phase']}" + (f" of {each['peak_module']}" if each["peak_module"] else "")
     if limit is not None:
         yield f"  peak {where}: {each['peak'] / limit:.1%} of {limit:,.0f} bytes"
@@ -154,6 +159,18 @@ def _traffic(each: dict[str, Any]) -> Iterator[str]:
         yield f"  {'sent':<11}{'':<16}{'axis':<10}{'ranks':>6}  {'link':<8}{'calls':>7}{'bytes':>18}"
     for (phase, op, axis, ranks, link), (calls, payload) in sums.items():
         yield f"  {phase:<11}{op:<16}{axis:<10}{ranks:>6}  {link:<8}{calls:>7,}{payload:>18,}"
+
+
+def verdict(tree: dict[str, Any], limit: float) -> list[str]:
+    """Return whether the plan fits into `limit` bytes, as lines of text."""
+    kept = max(each["reserved_expandable"] for each in tree["classes"])
+    if words := misfit(tree, limit):
+        return words
+    if kept > limit:
+        return [f"fits, if torch gives back what it keeps ({kept - limit:,.0f} bytes too much), which slows steps down"]
+    if max(each["reserved"] for each in tree["classes"]) > limit:
+        return [f"fits with {EXPANDABLE}; without it torch gives back what it keeps, which slows steps down"]
+    return ["fits"]
 
 
 def misfit(tree: dict[str, Any], limit: float) -> list[str]:
