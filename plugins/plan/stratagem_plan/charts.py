@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -134,7 +134,9 @@ class Scale:
         return [step * each for each in range(math.ceil(self.low / step), math.floor(self.high / step + 1e-9) + 1)]
 
 
-def x_axis(scale: Scale, top: float, bottom: float, unit: str = "", ticks: list[float] | None = None) -> list[Element]:
+def x_axis(
+    scale: Scale, top: float, bottom: float, unit: str = "", ticks: Sequence[float] | None = None
+) -> list[Element]:
     """Return rules from `top` to `bottom` with labels in 16 units of height below; what has no unit gets no prefix."""
     drawn: list[Element] = []
     end = -math.inf

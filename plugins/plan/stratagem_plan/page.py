@@ -105,7 +105,8 @@ def _drawn(plan: Plan, device: Device, result: Simulation | None) -> dict[str, t
         found["timeline"] = ("Time of a step", pictures.timeline(step, step_s), note)
         if result.weak_scaling:
             found["scaling"] = ("Scaling", pictures.scaling(result), "The shaded areas are intervals.")
-        found["roofline"] = ("Roofline", pictures.roofline(plan, device, step.rank_class), "")
+        if any(work.kind != "vector" for work in step.rank_class.work):
+            found["roofline"] = ("Roofline", pictures.roofline(plan, device, step.rank_class), "")
     if plan.mesh and plan.world.world_size > 1:
         found["mesh"] = ("Ranks", pictures.mesh(plan), "")
     return found

@@ -63,20 +63,16 @@ def memory(plan: Plan, limit: float | None) -> Element:
         y += 96
     bottom = y - 12
     held = {name for each in plan.classes for by in (each.at_peak, each.end) for name, amount in by.items() if amount}
-    items = [
-        (kind, f"{name} {si(worst.at_peak.get(name, 0), 'B')}") for name, kind in _CATEGORIES.items() if name in held
-    ]
+    amounts = {name: worst.at_peak.get(name, 0.0) for name in _CATEGORIES if name in held}
+    items = [(_CATEGORIES[name], f"{name} {si(amount, 'B')}") for name, amount in amounts.items()]
     words = "" if limit is None else f"limit {si(limit, 'B')}"
     shown = [
         *charts.x_axis(scale, 20, bottom, "B"), *drawn,
         text(RIGHT, 14, words if near or not words else f"{words}, to the right of this axis", "end strong"),
         text(12, bottom + 36, f"at the peak of {name_of(worst)}", "soft"), *legend(bottom + 54, items),
     ]  # fmt: skip
-    return drawing(
-        f"Memory of a device by category, {words or 'its limit is not known'}",
-        bottom + 48 + 17 * -(-len(items) // 2),
-        shown,
-    )
+    title = f"Memory of a device by category, {words or 'its limit is not known'}"
+    return drawing(title, bottom + 48 + 17 * math.ceil(len(items) / 2), shown)
 
 
 def name_of(ranks: RankClass) -> str:
@@ -172,11 +168,7 @@ def scaling(result: Simulation) -> Element:
     rate = result.inputs_per_s.expected / result.devices
     y = Scale(low / 1.3, 1.3 * max(high, rate * counts[-1]), 222, 30, True)
     ideal = [(x.at(count), y.at(rate * count)) for count in counts]
-    drawn = [
-        *charts.x_axis(x, 30, 222, ticks=[float(each) for each in counts]),
-        *charts.y_axis(y),
-        path(ideal, "thin dim"),
-    ]
+    drawn = [*charts.x_axis(x, 30, 222, ticks=counts), *charts.y_axis(y), path(ideal, "thin dim")]
     for _, kind, scales in series:
         drawn += _curve(x, y, kind, scales)
     drawn += [text(12, 16, f"{result.unit}/s"), text(RIGHT, 252, "devices", "end")]
@@ -202,71 +194,57 @@ def _curve(x: Scale, y: Scale, kind: str, scales: list[Scaled]) -> Iterator[Elem
 
 
 def roofline(plan: Plan, device: Device, ranks: RankClass) -> Element:
-    """Draw FLOP/s over FLOPs by byte for what `ranks` compute, below what the device's memory and peaks allow.
+    """Draw FLOP/s over FLOPs per byte for what `ranks` compute, below what the device's memory and peaks allow.
 
     A point is a product of one shape, or all vector operations of a phase and a format; larger ones take longer. What
     takes less than a thousandth of the time is left out.
     """
     machine = Machine(device, device if device.curve else find(MEASURED), plan.world.devices_per_node)
-    points = [_point(same, machine) for same in _same(ranks.work)]
-    total = sum(seconds for _, _, _, seconds in points)
-    points = [each for each in points if each[-1] > total / 1000]
+    groups: dict[object, list[Work]] = {}
+    for each in ranks.work:
+        shape = each.kind != "vector" and (each.sizes, each.batch, each.flops)
+        groups.setdefault((each.phase, each.dtype, each.kind, shape), []).append(each)
+    points = sorted((_point(group, machine) for group in groups.values()), key=lambda point: -point[-1])
+    total = sum(seconds for *_, seconds in points)
+    points = [point for point in points if point[2] and point[-1] > total / 1000]
     formats = sorted({number_format(each.dtype) for each in ranks.work if each.kind != "vector"})
-    peaks = {name: device.need(f"flops.{name}") for name in formats}
-    memory_rate, most = device.need("memory_bytes_per_s"), max(peaks.values())
-    known = [by_byte for _, by_byte, _, _ in points if by_byte < math.inf]
-    x = Scale(min(known) / 3, 3 * max(*known, most / memory_rate), LEFT, RIGHT, True)
-    y = Scale(max(most / 1e7, min(rate for _, _, rate, _ in points) / 3), 2 * most, 222, 30, True)
-    ends = {name: peak / memory_rate for name, peak in peaks.items()}
+    memory_rate, peaks = device.need("memory_bytes_per_s"), {name: device.need(f"flops.{name}") for name in formats}
+    most = max(peaks.values())
+    known = [most / memory_rate, *(per_byte for _, per_byte, *_ in points if per_byte < math.inf)]
+    x = Scale(min(known) / 3, 3 * max(known), LEFT, RIGHT, True)
+    y = Scale(min([most, *(rate for _, _, rate, _ in points)]) / 3, 2 * most, 222, 30, True)
     corner = max(x.low, y.low / memory_rate)
     drawn = [*charts.x_axis(x, 30, 222), *charts.y_axis(y)]
-    drawn.append(path([(x.at(corner), y.at(corner * memory_rate)), (x.at(max(ends.values())), y.at(most))], "line dim"))
-    drawn += [
-        path([(x.at(ends[name]), y.at(peak)), (RIGHT, y.at(peak))], "line dim" if peak == most else "thin dim")
-        for name, peak in peaks.items()
-    ]
-    for work, by_byte, rate, seconds in sorted(points, key=lambda point: -point[-1]):
+    for peak in peaks.values():
+        ends = [(corner, corner * memory_rate), (peak / memory_rate, peak), (x.high, peak)]
+        drawn.append(path([(x.at(per_byte), y.at(rate)) for per_byte, rate in ends], "line dim"))
+    for work, per_byte, rate, seconds in points:
         kind = f"{'ring' if work.kind == 'vector' else 'fill'} {_PHASES[work.phase]}"
-        words = f"{_words(work)}: {si(rate, 'FLOP/s')}, {si(seconds, 's')}"
-        place = min(x.at(by_byte), RIGHT - 6)
+        what = f"{work.batch} x ({work.m} x {work.k} x {work.n})" if work.kind == "matmul" else work.kind
+        words = f"{work.phase}, {what} in {work.dtype}: {si(rate, 'FLOP/s')}, {si(seconds, 's')}"
+        place = min(x.at(per_byte), RIGHT - 6)
         drawn.append(circle(place, y.at(rate), 3 + 9 * math.sqrt(seconds / total), kind, words))
     roof = [f"{si(memory_rate, 'B/s')} of memory", *(f"{si(peak, 'FLOP/s')} in {name}" for name, peak in peaks.items())]
     lines = ["rings: vector operations, one FLOP for two numbers", *textwrap.wrap(f"roof: {', '.join(roof)}", 52)]
-    if any(each.kind == "attention" for each in ranks.work):
-        lines.append("at the right edge: attention, whose bytes are not counted")
-    drawn += [text(12, 16, "FLOP/s"), text(RIGHT, 252, "FLOP per byte", "end"), *_lines(293, lines)]
-    phases = [(kind, name) for name, kind in _PHASES.items()]
+    lines += ["at the right edge: attention, whose bytes are not counted"] * (
+        math.inf in [point[1] for point in points]
+    )
+    drawn += [text(12, 16, "FLOP/s"), text(RIGHT, 252, "FLOP per byte", "end")]
+    drawn += [text(12, 293 + 17 * number, line, "soft") for number, line in enumerate(lines)]
     title = f"Roofline of {device.name}: products and vector operations, by phase"
+    phases = [(kind, name) for name, kind in _PHASES.items()]
     return drawing(title, 284 + 17 * len(lines), [*drawn, *legend(272, phases, 3)])
 
 
-def _same(work: list[Work]) -> list[list[Work]]:
-    """Return products each in a list of its own, and vector operations of a phase and a format in one."""
-
-    def key(each: Work) -> tuple[object, ...]:
-        return (each.phase, each.dtype, each.kind, each.kind != "vector" and (each.sizes, each.batch, each.flops))
-
-    return [list(same) for _, same in itertools.groupby(sorted(work, key=lambda each: str(key(each))), key=key)]
-
-
-def _point(same: list[Work], machine: Machine) -> tuple[Work, float, float, float]:
-    """Return one of the works, their FLOPs by byte, FLOP/s and seconds."""
-    num_bytes = sum(each.count * each.bytes_of_one for each in same)
-    flops = sum(each.count * each.flops_of_one for each in same)
-    if same[0].kind == "vector":
-        bits = re.search(r"\d+", same[0].dtype)
+def _point(group: list[Work], machine: Machine) -> tuple[Work, float, float, float]:
+    """Return one of the works, FLOPs per byte (infinite if no bytes are known), FLOP/s and seconds of all."""
+    num_bytes = sum(each.count * each.bytes_of_one for each in group)
+    flops = sum(each.count * each.flops_of_one for each in group)
+    if group[0].kind == "vector":
+        bits = re.search(r"\d+", group[0].dtype)
         flops = num_bytes / (2 * int(bits[0] if bits else 8) / 8)
-    seconds = sum(machine.seconds(each) for each in same)
-    return same[0], flops / num_bytes if num_bytes else math.inf, flops / seconds, seconds
-
-
-def _words(work: Work) -> str:
-    sizes = f"{work.batch} x ({work.m} x {work.k} x {work.n})" if work.kind == "matmul" else work.kind
-    return f"{work.phase}, {sizes} in {work.dtype}"
-
-
-def _lines(y: float, lines: list[str]) -> list[Element]:
-    return [text(12, y + 17 * number, line, "soft") for number, line in enumerate(lines)]
+    seconds = sum(machine.seconds(each) for each in group)
+    return group[0], flops / num_bytes if num_bytes else math.inf, flops / seconds, seconds
 
 
 # --- Several plans ---------------------------------------------------------------------------------------------------
