@@ -90,7 +90,9 @@ def folder(tmp_path_factory):
         words = ["--html", str(path / f"{name}.html"), "--svg", str(path / name), "--tokens", "3e11"]
         words += ["--device-file", str(path / "no-limit.toml")] if name == "no limit" else []
         assert main(["simulate", str(path / f"{name}.json"), *words]) == 0
-    compared = [(f"choice {number}", 0.3 + number % 5 / 10, 9e10 - 4e9 * number, number > 3) for number in range(11)]
+    compared = [
+        (f"choice {number}", 0.295 + number % 5 * 0.15, 9e10 - 4e9 * number, number > 3) for number in range(11)
+    ]
     page = document("compared", figure("Choices", pareto([*compared, (EVIL * 3, 0.3, 9e10, True)], 8e10)))
     (path / "compared.html").write_text(page)
     return path
@@ -228,11 +230,14 @@ def test_bars_are_as_long_as_what_they_show(folder):
     root = ElementTree.parse(folder / "three classes" / "memory.svg").getroot()
     bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if len(each)]
     told = [float(each[0].text.split(": ")[1].removesuffix(" bytes").replace(",", "")) for each in bars]
-    widths = [float(each.attrib["width"]) for each in bars]
+    starts, widths = ([float(each.attrib[name]) for each in bars] for name in ("x", "width"))
 
     assert len(bars) == 3 * (7 + 6)
     assert sum(told[:7]) == 28 * 2e9
     assert [width / widths[0] for width in widths] == pytest.approx([each / told[0] for each in told], rel=0.02)
+    assert starts[1:7] == pytest.approx(
+        [start + width for start, width in zip(starts[:6], widths[:6], strict=True)], abs=0.2
+    )
 
 
 def test_the_line_of_a_comparison_connects_what_nothing_beats():
