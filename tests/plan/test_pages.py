@@ -68,7 +68,9 @@ PLANS = {
     ),
     "three classes": tree({"data": 2, "shard": 72}, 72, 2, [2e9, 2.5e9, 3.3e9]),
     "no limit": tree({"shard": 16}, 8, 2, [2e9], device="no-limit"),
-    "long and evil": tree({"shard": 16}, 8, 2, [1e6], script=f"{'a_long_name_' * 20}.py --note {EVIL} {'word ' * 80}"),
+    "long and evil": tree(
+        {"shard": 32768}, 8, 4096, [1e6], script=f"{'a_long_name_' * 20}.py --note {EVIL} {'word ' * 80}"
+    ),
     "vectors alone": tree({"shard": 16}, 8, 2, [1e6]),
     "no memory": megatron(GPT_3),
 }

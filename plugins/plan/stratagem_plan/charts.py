@@ -141,9 +141,9 @@ def x_axis(
     drawn: list[Element] = []
     end = -math.inf
     for each in scale.ticks() if ticks is None else ticks:
-        if (x := scale.at(each)) > end + 44:
+        words = si(each, unit) if unit else f"{each:,g}"
+        if (x := scale.at(each)) > end + 7 * len(words):
             end = x
-            words = si(each, unit) if unit else f"{each:,g}"
             drawn += [path([(x, top), (x, bottom)], "rule"), text(x, bottom + 14, words, "middle soft")]
     return drawn
 
