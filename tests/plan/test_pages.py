@@ -49,7 +49,7 @@ def tree(mesh, per_node, nodes, held, like=WHOLE, **other):
     first = copy.deepcopy(like["classes"][0])
     size = per_node * nodes
     return like | {
-        "world": {"devices_per_node": per_node, "nodes": nodes, "world_size": size}, "mesh": mesh, "data_ranks": 1,
+        "world": {"devices_per_node": per_node, "nodes": nodes, "world_size": size}, "mesh": mesh, "data_ranks": size,
         "stack": {"strategy": "parallel", "precision": "bf16-mixed", "comm_hook": ""},
         "classes": [ranks(first, number, size // len(held), each) for number, each in enumerate(held)],
     } | other  # fmt: skip
