@@ -120,7 +120,7 @@ OVERLAPS = """
       if (a.left < whole.left - 1 || a.right > whole.right + 1 || a.top < whole.top - 1 || a.bottom > whole.bottom + 1)
         found.push('outside: ' + words);
       for (const [other, b] of boxes.slice(number + 1))
-        if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 4 && b.top < a.bottom - 4)
+        if (a.left < b.right + 2 && b.left < a.right + 2 && a.top < b.bottom - 4 && b.top < a.bottom - 4)
           found.push(words + ' | ' + other);
     });
   }
