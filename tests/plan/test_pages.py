@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -172,7 +175,7 @@ def test_a_page_says_what_the_plan_says(page, folder):
     found = words("three classes")
     assert all(name in found for name in CATEGORIES)
     assert "Does not fit: rank 2 needs 12.4 GB more than the device has." in found
-    assert "shard 72: ranks in a row, within a node" in found
+    assert "shard 72: ranks side by side, within a node" in found
     assert "data 2: ranks 72 apart, across nodes" in found
     assert "rank 1 and 47 like it" in found
     found = words("4096 ranks")
@@ -240,6 +243,24 @@ def test_bars_are_as_long_as_what_they_show(folder):
     assert starts[1:7] == pytest.approx(
         [start + width for start, width in zip(starts[:6], widths[:6], strict=True)], abs=0.2
     )
+
+
+@pytest.mark.sweep(guard="tests/plan/test_pages.py::test_the_command_plan_writes_a_page_without_times")
+def test_the_pictures_of_the_docs_are_those_of_the_commands(tmp_path):
+    """If this fails, run the two commands of docs/planner.md again."""
+    docs = Path(__file__).parents[2] / "docs"
+    section = (docs / "planner.md").read_text().split("## Pictures")[1].split("\n## ")[0]
+    for command in re.findall(r"^    stratagem (.*)$", section, re.MULTILINE):
+        words = shlex.split(command.replace("tests/plan", str(Path(__file__).parent)))
+        subprocess.run([sys.executable, "-m", "stratagem", *words], check=True, capture_output=True, cwd=tmp_path)
+
+    assert sorted(re.findall(r"pictures/plan/(.*)\.svg", section)) == sorted(ALL)
+    for name in ALL:
+        shown, written = (
+            ElementTree.parse(folder / f"pictures/plan/{name}.svg") for folder in (docs, tmp_path / "docs")
+        )
+        texts = [[each.text for each in tree.iter("{http://www.w3.org/2000/svg}text")] for tree in (shown, written)]
+        assert texts[0] == texts[1], name
 
 
 def test_the_line_of_a_comparison_connects_what_nothing_beats():

@@ -130,7 +130,7 @@ def _device(x: float, y: float, rank: int, kinds: list[str]) -> Iterator[Element
 
 def _axis(name: str, length: int, stride: int, per_node: int) -> str:
     where = "within a node" if (length - 1) * stride < per_node else "across nodes"
-    return f"{name} {length:,}: ranks {f'{stride:,} apart' if stride > 1 else 'in a row'}, {where}"
+    return f"{name} {length:,}: ranks {f'{stride:,} apart' if stride > 1 else 'side by side'}, {where}"
 
 
 # --- Time ------------------------------------------------------------------------------------------------------------
