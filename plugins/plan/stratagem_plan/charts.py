@@ -58,7 +58,7 @@ def tag(name: str, /, *children: Element | str, **attributes: object) -> Element
 
 
 def drawing(title: str, height: float, parts: Iterable[Element]) -> Element:
-    """Return an SVG of `parts`; `title` tells what a reader sees who cannot see it."""
+    """Return an SVG of `parts`; programs that read a page aloud say `title`."""
     box = f"0 0 {WIDTH:g} {math.ceil(height)}"
     namespace = "http://www.w3.org/2000/svg"
     return tag("svg", tag("title", title), *parts, xmlns=namespace, viewBox=box, role="img", aria_label=title)
