@@ -58,7 +58,7 @@ def tag(name: str, /, *children: Element | str, **attributes: object) -> Element
 
 
 def drawing(title: str, height: float, parts: Iterable[Element]) -> Element:
-    """Return an SVG of `parts`; programs that read a page aloud say `title`."""
+    """Return an SVG of `parts`; `title` describes it to screen readers."""
     box = f"0 0 {WIDTH:g} {math.ceil(height)}"
     namespace = "http://www.w3.org/2000/svg"
     return tag("svg", tag("title", title), *parts, xmlns=namespace, viewBox=box, role="img", aria_label=title)
