@@ -14,7 +14,9 @@ from typing import Any
 
 from stratagem.api import Command
 from stratagem.errors import ConfigError, StratagemError
+from stratagem_plan import page
 from stratagem_plan.devices import find
+from stratagem_plan.plan_file import structure
 
 #: Exit codes beside 0, which says that the plan fits.
 DOES_NOT_FIT, CANNOT_BE_PLANNED = 2, 3
@@ -32,6 +34,7 @@ class PlanCommand(Command):
         parser.add_argument("--device-file", type=Path, help="TOML file with figures of the device")
         parser.add_argument("--rank", type=int, action="append", help="plan this rank; again for several")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, for `stratagem simulate`")
+        page.add_options(parser)
         parser.add_argument("script", type=Path, help="the training script, which runs unchanged for two steps")
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
@@ -40,7 +43,8 @@ class PlanCommand(Command):
         from stratagem_plan.result import lines_of, misfit, verdict
 
         _check(arguments)
-        limit = find(arguments.device, arguments.device_file).memory_bytes
+        device = find(arguments.device, arguments.device_file)
+        limit = device.memory_bytes
         try:
             tree = _tree(arguments)
         except StratagemError as error:
@@ -48,6 +52,7 @@ class PlanCommand(Command):
             return CANNOT_BE_PLANNED
         if arguments.json:
             arguments.json.write_text(json.dumps(tree, indent=1) + "\n")
+        page.write(arguments, structure(tree, tree["script"]), device)
         print("\n".join(lines_of(tree, limit)))
         if limit is None:
             print(f"the memory of {arguments.device} is not known: whether it fits is not said")

@@ -96,6 +96,11 @@ class RankClass:
     work: list[Work] = field(validator=validators.min_len(1))
     collectives: list[Collective] = Factory(list)
     bubble: Bubble | None = None
+    #: Bytes of a device at the peak and at the end of the step, and what has them; 0 and empty if nothing counted them.
+    peak: float = 0.0
+    at_peak: dict[str, float] = Factory(dict)
+    peak_phase: str = ""
+    end: dict[str, float] = Factory(dict)
 
 
 @frozen(kw_only=True)
@@ -127,6 +132,9 @@ class Plan:
     data_ranks: int = field(validator=_positive)
     accumulate: int = field(default=1, validator=_positive)
     classes: list[RankClass] = field(validator=validators.min_len(1))
+    #: Names of the strategy, the precision and the communication hook; sizes of the axes, outermost first.
+    stack: dict[str, str] = Factory(dict)
+    mesh: dict[str, int] = Factory(dict)
     assumptions: list[str] = Factory(list)
 
 

@@ -12,6 +12,7 @@ from attrs import asdict, frozen
 
 from stratagem.api import Command
 from stratagem.errors import ConfigError
+from stratagem_plan import page
 from stratagem_plan.cost import Interval, Step, assumptions, number_format, predict
 from stratagem_plan.devices import Device, find
 from stratagem_plan.plan_file import Plan, read_plan
@@ -36,6 +37,7 @@ class Simulate(Command):
         parser.add_argument("--device", help="another device than the plan's")
         parser.add_argument("--device-file", type=Path, help="TOML file with figures of the device")
         parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+        page.add_options(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         plan = read_plan(arguments.plan)
@@ -44,6 +46,7 @@ class Simulate(Command):
         result = simulate(plan, device, arguments.tokens, arguments.price, mtbf_s, arguments.save_seconds)
         if arguments.json:
             arguments.json.write_text(json.dumps(asdict(result, recurse=True), indent=1) + "\n")
+        page.write(arguments, plan, device, result)
         _print(result)
         return 0
 

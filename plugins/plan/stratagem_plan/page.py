@@ -1,0 +1,197 @@
+"""The page of a plan, with everything in one HTML file, and its pictures as files of their own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from stratagem_plan import pictures
+from stratagem_plan.charts import STYLE, file_text, si, tag
+from stratagem_plan.cost import Interval, predict
+from stratagem_plan.devices import Device
+from stratagem_plan.plan_file import Collective, Plan, RankClass
+
+if TYPE_CHECKING:
+    from stratagem_plan.simulate import Scale, Simulation
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = """
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 84rem; padding: 1.5rem clamp(.75rem, 3vw, 2.5rem) 3rem; background: var(--paper);
+  color: var(--ink); font: .9375rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+  font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+h1 { margin: 0 0 .25rem; font-size: clamp(1.4rem, 4vw, 2rem); line-height: 1.2; }
+h2 { margin: 0 0 .5rem; font-size: 1rem; }
+p { margin: .25rem 0; } .note { color: var(--soft); font-size: .875rem; }
+code { font: .8125rem/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+.good, .bad { font-weight: 650; } .good { color: var(--good); } .bad { color: var(--bad); }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.25rem, 1fr)); gap: 1rem; margin: 1.25rem 0; }
+dt, dd + dd { color: var(--soft); font-size: .8125rem; } dd { margin: 0; font-size: 1.2rem; font-weight: 600; }
+dd + dd { font-weight: 400; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
+.tables { display: grid; gap: 1rem; margin-top: 1rem; }
+figure, section { min-width: 0; margin: 0; padding: .9rem .75rem; border: 1px solid var(--faint); border-radius: 6px;
+  background: var(--sheet); }
+figure svg { display: block; width: 100%; max-width: 27rem; height: auto; margin: 0 auto; }
+.scroll { overflow-x: auto; overflow-wrap: normal; }
+table { border-collapse: collapse; white-space: nowrap; font-size: .875rem; }
+th, td { padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--faint); text-align: right; }
+th { color: var(--soft); font-weight: 500; } .left { text-align: left; }
+ul { margin: 0; padding-left: 1.1rem; }
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `write` reads."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--svg", type=Path, metavar="FOLDER", help="write each picture as an SVG file")
+
+
+def write(arguments: argparse.Namespace, plan: Plan, device: Device, result: Simulation | None = None) -> None:
+    """Write the page and the pictures that `arguments` ask for; `result` adds those of the time."""
+    if not (arguments.html or arguments.svg):
+        return
+    drawn = _drawn(plan, device, result)
+    if arguments.html:
+        arguments.html.write_text(_page(plan, device, result, drawn), encoding="utf-8")
+    if arguments.svg:
+        arguments.svg.mkdir(parents=True, exist_ok=True)
+        for name, (_, svg, _) in drawn.items():
+            (arguments.svg / f"{name}.svg").write_text(file_text(svg), encoding="utf-8")
+
+
+def document(title: str, *body: Element) -> str:
+    """Return a page that needs no other file."""
+    head = tag(
+        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title), tag("style", STYLE + _STYLE),
+    )  # fmt: skip
+    whole = tag("html", head, tag("body", *body), lang="en")
+    return "<!DOCTYPE html>\n" + ElementTree.tostring(whole, encoding="unicode", method="html") + "\n"
+
+
+def figure(title: str, svg: Element, note: str = "") -> Element:
+    """Return a picture with a title above and a note below."""
+    return tag("figure", tag("h2", title), svg, *([tag("p", note, class_="note")] if note else ()))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 0) -> Element:
+    """Return a table that scrolls on a narrow screen; the first `words` columns have words, the others numbers."""
+
+    def line(cells: Sequence[str], kind: str) -> Element:
+        return tag("tr", *(tag(kind, cell, class_="left" if n < words else "") for n, cell in enumerate(cells)))
+
+    body = tag("tbody", *(line(row, "td") for row in rows))
+    return tag("div", tag("table", tag("thead", line(head, "th")), body), class_="scroll", tabindex=0)
+
+
+# --- A plan ----------------------------------------------------------------------------------------------------------
+
+
+def _drawn(plan: Plan, device: Device, result: Simulation | None) -> dict[str, tuple[str, Element, str]]:
+    """Return title, picture and note by name, of what the plan and the prediction have data for."""
+    found: dict[str, tuple[str, Element, str]] = {}
+    if all(each.at_peak for each in plan.classes):
+        note = "When a device holds most, and when the step has ended."
+        found["memory"] = ("Memory", pictures.memory(plan, device.memory_bytes), note)
+    if result:
+        step, step_s = predict(plan, device)
+        note = f"Of the ranks that need longest. Communication takes {si(step.communication, 's')}, hidden or not."
+        found["timeline"] = ("Time of a step", pictures.timeline(step, step_s), note)
+        if result.weak_scaling:
+            found["scaling"] = ("Scaling", pictures.scaling(result), "The shaded areas are intervals.")
+        if any(work.kind != "vector" for work in step.rank_class.work):
+            found["roofline"] = ("Roofline", pictures.roofline(plan, device, step.rank_class), "")
+    if plan.mesh and plan.world.world_size > 1:
+        found["mesh"] = ("Ranks", pictures.mesh(plan), "")
+    return found
+
+
+def _page(plan: Plan, device: Device, result: Simulation | None, drawn: dict[str, tuple[str, Element, str]]) -> str:
+    name = Path(plan.script.split(" ")[0]).name
+    facts = [f"{kind} {choice}" for kind, choice in plan.stack.items() if choice]
+    facts += [f"{plan.world.world_size:,} x {device.name}", f"nodes: {plan.world.nodes:,}"]
+    return document(
+        f"{name}: a plan",
+        tag("p", "Plan of a training run", class_="note"),
+        tag("h1", name),
+        tag("p", tag("code", plan.script)),
+        tag("p", "; ".join(facts)),
+        *_verdict(plan, device),
+        tag("dl", *_tiles(plan, result)),
+        tag("div", *(figure(*each) for each in drawn.values()), class_="charts"),
+        tag("div", *_tables(plan, result), class_="tables"),
+    )
+
+
+def _verdict(plan: Plan, device: Device) -> Iterator[Element]:
+    worst, limit = max(plan.classes, key=lambda each: each.peak), device.memory_bytes
+    if limit is None:
+        yield tag("p", f"The memory of {device.name} is not known: whether it fits is not said.", class_="note")
+    elif worst.peak > limit:
+        words = f"Does not fit: rank {worst.rank} needs {si(worst.peak - limit, 'B')} more than the device has."
+        yield tag("p", words, class_="bad")
+    elif worst.peak:
+        yield tag("p", f"Fits: {worst.peak / limit:.1%} of {si(limit, 'B')} at the peak.", class_="good")
+
+
+def _tiles(plan: Plan, result: Simulation | None) -> Iterator[Element]:
+    """Yield the most important figures: name, value, interval."""
+    if peak := max(each.peak for each in plan.classes):
+        yield tag("div", tag("dt", "peak memory"), tag("dd", si(peak, "B")))
+    flops = max(sum(work.count * work.flops_of_one for work in each.work) for each in plan.classes)
+    inputs = f"samples: {plan.inputs.samples:,}, tokens: {plan.inputs.tokens:,}"
+    yield tag("div", tag("dt", "a step of a rank"), tag("dd", si(flops, "FLOP")), tag("dd", inputs))
+    if result:
+        yield _tile("time of a step", result.step_s, "s")
+        yield _tile(f"{result.unit}/s", result.inputs_per_s)
+        yield _tile("MFU, percent", result.model_flops_utilization.times(100))
+        for name, value in (("days", result.days), ("device hours", result.device_hours), ("cost", result.cost)):
+            if value:
+                yield _tile(name, value)
+
+
+def _tile(name: str, value: Interval, unit: str = "") -> Element:
+    def shown(number: float) -> str:
+        return si(number, unit) if unit else f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+    bounds = f"{shown(value.low)} to {shown(value.high)}"
+    return tag("div", tag("dt", name), tag("dd", shown(value.expected)), tag("dd", bounds))
+
+
+def _tables(plan: Plan, result: Simulation | None) -> Iterator[Element]:
+    for each in plan.classes:
+        if each.collectives:
+            head = ("phase", "collective", "axis", "link", "ranks", "calls", "bytes")
+            yield tag("section", tag("h2", f"Messages of {pictures.name_of(each)}"), table(head, [*_traffic(each)], 4))
+    if result:
+        columns = ("nodes", "devices", "step", "from", "to", f"{result.unit}/s", "from", "to", "efficiency")
+        for title, scales in (("Weak scaling", result.weak_scaling), ("Strong scaling", result.strong_scaling)):
+            if scales:
+                yield tag("section", tag("h2", title), table(columns, [*map(_scale, scales)]))
+    assumed = result.assumptions if result else plan.assumptions
+    yield tag("section", tag("h2", "Assumptions"), tag("ul", *(tag("li", each) for each in assumed)))
+
+
+def _scale(each: Scale) -> tuple[str, ...]:
+    times = (si(getattr(each.step_s, name), "s") for name in ("expected", "low", "high"))
+    rates = (si(getattr(each.inputs_per_s, name)) for name in ("expected", "low", "high"))
+    return (f"{each.nodes:,}", f"{each.devices:,}", *times, *rates, f"{each.efficiency:.0%}")
+
+
+def _traffic(ranks: RankClass) -> Iterator[tuple[str, ...]]:
+    """Yield a row for what has the same phase, collective, axis and link."""
+
+    def key(each: Collective) -> tuple[str, ...]:
+        link = "node" if each.within_node else "network"
+        return (each.phase, each.op, each.axis, link, f"{each.ranks:,}")
+
+    for same in dict.fromkeys(map(key, ranks.collectives)):
+        sent = [each for each in ranks.collectives if key(each) == same]
+        calls, num_bytes = sum(each.calls for each in sent), sum(each.calls * each.payload for each in sent)
+        yield (*same, f"{calls:,.0f}", f"{num_bytes:,.0f}")
