@@ -1,6 +1,6 @@
 """A training script as users write it: python train_gpt.py '{"layers": 2, "strategy": "ddp"}'.
 
-With "count_to", each rank writes there what it sent in its steps.
+With "count_to", each rank writes there what it sent in its steps; with "peak_to", what it held and computed in the second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stratagem as sg
 
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
-    "strategy": "ddp", "devices": 1, "recompute": False, "count_to": None, "options": {},
+    "strategy": "ddp", "devices": 1, "recompute": False, "count_to": None, "peak_to": None, "options": {},
 } | json.loads(sys.argv[1])  # fmt: skip
 
 
@@ -43,15 +43,14 @@ class GPT(sg.Module):
         super().__init__()
         width, vocab, length = given["width"], given["vocab"], given["length"]
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, given["heads"]) for _ in range(given["layers"]))
+        self.blocks = nn.Sequential(*(Block(width, given["heads"]) for _ in range(given["layers"])))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
         self.register_buffer("at", torch.arange(length), persistent=False)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         h = self.tokens(x) + self.positions(self.at[: x.shape[1]])
-        for block in self.blocks:
-            h = block(h)
+        h = self.blocks(h)
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1).float(), y.flatten())
 
     def configure_optimizers(self):
@@ -77,12 +76,20 @@ class Count(sg.Callback):
         Path(given["count_to"], f"{run.rank}-{batch_idx}.json").write_text(json.dumps(told))
 
 
+def plugins():
+    if not given["peak_to"]:
+        return []
+    from counted import Counted
+
+    return [Counted(folder=given["peak_to"])]
+
+
 strategy = given["strategy"]
 if isinstance(strategy, dict) and strategy.get("auto_wrap_policy"):
     strategy = strategy | {"auto_wrap_policy": {Block}}
 trainer = sg.Trainer(
     strategy=strategy, devices=given["devices"], precision=given["precision"], max_steps=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, callbacks=[Count()] if given["count_to"] else [],
-    activation_checkpointing=[Block] if given["recompute"] else None, **given["options"],
+    activation_checkpointing=[Block] if given["recompute"] else None, plugins=plugins(), **given["options"],
 )  # fmt: skip
 trainer.fit(GPT(), torch.utils.data.DataLoader(Words(), batch_size=given["micro"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -119,6 +120,32 @@ def converting_fakes() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@functools.cache
+def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Return the class of fake tensors that are instances of `kind`, too."""
+    return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
+
+
+@contextlib.contextmanager
+def subclassing_fakes() -> Iterator[None]:
+    """Within, `as_subclass` works for fake tensors: torch refuses to give one another class."""
+    original = torch.Tensor.as_subclass
+
+    def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or issubclass(FakeTensor, kind):
+            return original(tensor, kind)
+        with torch._C.DisableTorchFunction():
+            made: torch.Tensor = torch.ops.aten.alias(tensor)
+        made.__class__ = _fake_kind(kind)
+        return made
+
+    torch.Tensor.as_subclass = as_subclass  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.as_subclass = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -370,7 +370,8 @@ def _sum_gradients(among: Any, parameters: list[nn.Parameter]) -> None:
         ]
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float64)
         flat = torch.cat([part.reshape(-1) for part in parts])
-        reached, flat = send_both(flags, flat, lambda message: among.unchecked.all_reduce(message, "sum"))
+        with among.traffic.sent_by("gradients"):
+            reached, flat = send_both(flags, flat, lambda message: among.unchecked.all_reduce(message, "sum"))
         sums = flat.split([part.numel() for part in parts])
         for parameter, is_reached, total in zip(group, reached.tolist(), sums, strict=True):
             if not is_reached:
