@@ -189,8 +189,8 @@ def test_what_cannot_be_planned_is_one_sentence(tmp_path, text, options, code, w
     [
         ("deepspeed_stage_2", "trains with DeepSpeed's engine, which computes with values"),
         (
-            {"name": "parallel", "pipeline": 2},
-            "strategy.parallel.pipeline is 2, and what it divides needs values",
+            {"name": "parallel", "context": 2},
+            "strategy.parallel.context is 2, and what it divides needs values",
         ),
     ],
 )

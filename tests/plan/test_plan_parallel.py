@@ -24,8 +24,16 @@ AXES = {
     "tensor, a plan of the user's": ({"tensor": 2, "plan": BY_HEADS}, 2),
     "tensor, shard": ({"tensor": 2, "plan": "auto", "shard": 2, "auto_wrap_policy": True}, 4),
     "tensor, replicate": ({"tensor": 2, "plan": "auto", "replicate": 2}, 4),
+    "pipeline": ({"pipeline": 2}, 2),
+    "pipeline, interleaved": ({"pipeline": 2, "schedule": "interleaved_1f1b", "checkpoint": "except_last"}, 2),
+    "pipeline, split points": ({"pipeline": 2, "split_points": ["blocks.1"]}, 2),
+    "pipeline, shard": ({"pipeline": 2, "shard": 2, "auto_wrap_policy": True}, 4),
+    "pipeline, replicate": ({"pipeline": 2, "replicate": 2}, 4),
+    "pipeline, tensor": ({"pipeline": 2, "tensor": 2, "plan": "auto"}, 4),
 }
-QUICK = ("tensor, a plan of the user's",)
+QUICK = ("tensor, a plan of the user's", "pipeline")
+#: Parameters outside of the pipelined module: embeddings, norm and head.
+OUTSIDE = 5
 
 
 def run(folder, devices, **given):
@@ -81,9 +89,78 @@ def test_a_plan_sends_and_holds_what_each_rank_of_a_run_does(tmp_path, name, pre
 
     assert sum(each["ranks"] for each in tree["classes"]) == devices
     for each in tree["classes"]:
-        assert sent_by(each) == sent[each["rank"]]
+        found = sent_by(each)
+        if "pipeline" in options:
+            assert found.pop("broadcast") == 8  # the loss, which the last stage tells
+            found["all_reduce"] += 4 * OUTSIDE  # on the CPU the message has a number for each shared gradient, too
+        assert found == sent[each["rank"]]
         # With `shard` the CPU keeps memory of messages for the next ones; it has other kernels of attention in bf16.
         if "shard" not in options and precision == "32-true":
             found = counted[each["rank"]]
             assert found["peak"] == pytest.approx(each["peak"] - LIBRARY_BYTES, rel=ON_THE_CPU)
             assert found["phase"] == each["peak_phase"]
+
+
+# --- Pipelines --------------------------------------------------------------------------------------------------------
+
+
+def classes_of(folder, devices, **given):
+    code, tree, said = plan(folder, "--devices", devices, **given)
+    assert code == 0, said
+    return tree
+
+
+def test_one_rank_of_each_kind_of_stage_is_planned(tmp_path):
+    strategy = {"name": "parallel", "pipeline": 4, "shard": 2, "schedule": "gpipe", "microbatches": 8}
+    tree = classes_of(tmp_path, 8, strategy=strategy, layers=4, micro=8)
+    first, middle, last = tree["classes"]
+
+    assert [(each["rank"], each["ranks"]) for each in tree["classes"]] == [(0, 2), (2, 4), (6, 2)]
+    assert all(each["bubble"] == {"stages": 4, "microbatches": 8, "interleave": 1} for each in tree["classes"])
+    sends = [
+        sorted((sent["phase"], sent["calls"], sent["axis"], sent["ranks"]) for sent in each["collectives"]
+               if sent["op"] == "send")
+        for each in (first, middle, last)
+    ]  # fmt: skip
+    forward, backward = ("forward", 8, "pipeline", 2), ("backward", 8, "pipeline", 2)
+    assert sends == [[forward], [backward, forward], [backward]]
+    # Both ends compute with all the rest of the model, of which the middle has a copy; the head is in the last.
+    assert first["end"]["parameters"] == middle["end"]["parameters"] == last["end"]["parameters"]
+    assert middle["flops"] < last["flops"]
+
+
+@pytest.mark.sweep(guard="tests/plan/test_plan_parallel.py::test_one_rank_of_each_kind_of_stage_is_planned")
+def test_stages_with_other_layers_are_planned_each(tmp_path):
+    strategy = {"name": "parallel", "pipeline": 4, "balance": [1, 2, 1, 1]}
+    tree = classes_of(tmp_path, 4, strategy=strategy, layers=5, micro=4)
+
+    assert [(each["rank"], each["ranks"]) for each in tree["classes"]] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+
+
+def test_a_named_rank_is_planned_alone(tmp_path):
+    code, tree, said = plan(tmp_path, "--devices", 2, "--rank", 1, strategy={"name": "parallel", "pipeline": 2})
+    assert code == 0, said
+
+    assert [(each["rank"], each["ranks"]) for each in tree["classes"]] == [(1, 1)]
+    assert "rank 1\n" in said
+
+
+def test_a_bubble_is_part_of_the_predicted_time(tmp_path):
+    path = tmp_path / "kept.json"
+    path.write_text(json.dumps(classes_of(tmp_path, 2, strategy={"name": "parallel", "pipeline": 2})))
+    done = subprocess.run(
+        [sys.executable, "-m", "stratagem", "simulate", str(path), "--json", str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+    parts = json.loads(path.read_text())["parts_s"]
+    # (stages - 1) / micro-batches of forward, backward and their messages, of which this plan has no others.
+    assert parts["bubble"] == pytest.approx((parts["forward"] + parts["backward"]) / 2, rel=0.1)
+
+
+def test_stages_of_equal_times_cannot_be_planned(tmp_path):
+    strategy = {"name": "parallel", "pipeline": 2, "balance": "balance_by_time"}
+    code, _, said = plan(tmp_path, "--devices", 2, strategy=strategy)
+
+    assert code == 3
+    assert "strategy.parallel.balance is 'balance_by_time', and a plan has no times" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -186,6 +186,8 @@ class Planner(Plugin):
     ends: list[dict[str, int]] = field(init=False, factory=list)
     #: Batches, samples and whole numbers of the step that is told, of this rank.
     inputs: dict[str, int] = field(init=False, factory=dict)
+    #: All ranks, in groups that do the same.
+    classes: Sequence[Sequence[int]] = field(init=False, default=((0,),))
     _modes: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
 
     def _begin(self) -> None:
@@ -217,6 +219,7 @@ class Planner(Plugin):
         for tensor in (*model.parameters(), *model.buffers()):
             self.counter.add(tensor, "parameters")
         self.counter.forget()
+        self.classes = run.strategy.rank_classes(run)
         return model
 
     @hookimpl(wrapper=True)
