@@ -30,8 +30,13 @@ AXES = {
     "pipeline, shard": ({"pipeline": 2, "shard": 2, "auto_wrap_policy": True}, 4),
     "pipeline, replicate": ({"pipeline": 2, "replicate": 2}, 4),
     "pipeline, tensor": ({"pipeline": 2, "tensor": 2, "plan": "auto"}, 4),
+    "context": ({"context": 2}, 2),
+    "context, gathered": ({"context": 2, "context_method": "all_gather"}, 2),
+    "context, shard": ({"context": 2, "shard": 2, "auto_wrap_policy": True}, 4),
+    "context, replicate": ({"context": 2, "replicate": 2}, 4),
+    "context, tensor": ({"context": 2, "tensor": 2, "plan": "auto"}, 4),
 }
-QUICK = ("tensor, a plan of the user's", "pipeline")
+QUICK = ("tensor, a plan of the user's", "pipeline", "context")
 #: Parameters outside of the pipelined module: embeddings, norm and head.
 OUTSIDE = 5
 
@@ -93,6 +98,8 @@ def test_a_plan_sends_and_holds_what_each_rank_of_a_run_does(tmp_path, name, pre
         if "pipeline" in options:
             assert found.pop("broadcast") == 8  # the loss, which the last stage tells
             found["all_reduce"] += 4 * OUTSIDE  # on the CPU the message has a number for each shared gradient, too
+        if "context" in options:
+            found["all_reduce"] -= 8  # the number of targets of all parts
         assert found == sent[each["rank"]]
         # With `shard` the CPU keeps memory of messages for the next ones; it has other kernels of attention in bf16.
         if "shard" not in options and precision == "32-true":

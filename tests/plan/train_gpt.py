@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from stratagem_parallel import context_offset
 
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
@@ -45,11 +46,11 @@ class GPT(sg.Module):
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, given["heads"]) for _ in range(given["layers"])))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
-        self.register_buffer("at", torch.arange(length), persistent=False)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        h = self.tokens(x) + self.positions(self.at[: x.shape[1]])
+        offset = context_offset(x.shape[1])
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device) + offset)
         h = self.blocks(h)
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1).float(), y.flatten())
 

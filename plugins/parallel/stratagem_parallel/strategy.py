@@ -79,7 +79,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
         self._groups = Groups(self.mesh(run.peers_world), run.peers)
-        for axis in ("expert", "context"):
+        for axis in ("expert",):
             if run.environment.simulated and self._mesh.size(axis) > 1:
                 raise ConfigError(
                     f"strategy.parallel.{axis} is {self._mesh.size(axis)}, and what it divides needs values",
