@@ -35,8 +35,11 @@ AXES = {
     "context, shard": ({"context": 2, "shard": 2, "auto_wrap_policy": True}, 4),
     "context, replicate": ({"context": 2, "replicate": 2}, 4),
     "context, tensor": ({"context": 2, "tensor": 2, "plan": "auto"}, 4),
+    "expert": ({"expert": 2}, 2),
+    "expert, shard": ({"expert": 2, "shard": 2, "auto_wrap_policy": True}, 4),
+    "expert, replicate": ({"expert": 2, "replicate": 2}, 4),
 }
-QUICK = ("tensor, a plan of the user's", "pipeline", "context")
+QUICK = ("tensor, a plan of the user's", "pipeline", "context", "expert")
 #: Parameters outside of the pipelined module: embeddings, norm and head.
 OUTSIDE = 5
 
@@ -88,6 +91,7 @@ ON_THE_CPU = 0.005
 def test_a_plan_sends_and_holds_what_each_rank_of_a_run_does(tmp_path, name, precision):
     options, devices = AXES[name]
     given = {"strategy": {"name": "parallel"} | options, "precision": precision, "layers": 4, "micro": 8}
+    given["experts"] = 4 * options.get("expert", 0)
     code, tree, said = plan(tmp_path, "--devices", devices, **given)
     assert code == 0, said
     sent, counted = run(tmp_path, devices, **given)

@@ -18,7 +18,7 @@ from stratagem_parallel import context_offset
 
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
-    "strategy": "ddp", "devices": 1, "recompute": False, "count_to": None, "peak_to": None, "options": {},
+    "strategy": "ddp", "devices": 1, "recompute": False, "experts": 0, "count_to": None, "peak_to": None, "options": {},
 } | json.loads(sys.argv[1])  # fmt: skip
 
 
@@ -39,12 +39,37 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
+class Experts(nn.Module):
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.randn(num_experts, width, width) / width)
+
+    def forward(self, tokens, indices, weights):
+        return (tokens.unsqueeze(1) @ self.weight[indices.squeeze(1)]).squeeze(1) * weights
+
+
+class Mixture(Block):
+    """A block with experts, of which each gets as many tokens."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.router, self.experts = nn.Linear(width, 1), Experts(width, given["experts"])
+
+    def forward(self, x):
+        x = super().forward(x)
+        tokens = x.flatten(0, 1)
+        indices = torch.arange(len(tokens), device=x.device).unsqueeze(1) % given["experts"]
+        return x + self.experts(tokens, indices, self.router(tokens).sigmoid()).view_as(x)
+
+
 class GPT(sg.Module):
     def __init__(self) -> None:
         super().__init__()
         width, vocab, length = given["width"], given["vocab"], given["length"]
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, given["heads"]) for _ in range(given["layers"])))
+        block = Mixture if given["experts"] else Block
+        self.blocks = nn.Sequential(*(block(width, given["heads"]) for _ in range(given["layers"])))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
 
     def training_step(self, batch, batch_idx):

@@ -79,13 +79,6 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
         self._groups = Groups(self.mesh(run.peers_world), run.peers)
-        for axis in ("expert",):
-            if run.environment.simulated and self._mesh.size(axis) > 1:
-                raise ConfigError(
-                    f"strategy.parallel.{axis} is {self._mesh.size(axis)}, and what it divides needs values",
-                    expected="axes of data (replicate, shard) and tensor, where tensors have shapes alone",
-                    do=f"plan without {axis}",
-                )  # fmt: skip
         if any(self._mesh.size(axis) > 1 for axis in ("shard", "tensor", "expert")):
             check_backend(run.device)
         self._device_mesh = self._groups.device_mesh(run.device.type)

@@ -36,6 +36,10 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
         assumptions.append(f"{name} ({count} calls) counts no FLOPs")
     if len(run.stack.strategies) > 1:
         assumptions.append(f"what {run.stack.strategies[0]} sends between steps is not counted")
+    if run.mesh.size("expert") > 1:
+        assumptions.append("experts get as many tokens on each rank")
+    if run.mesh.size("pipeline") > 1:
+        assumptions.append("of stages with equal layers the first is planned, which holds most activations")
     if run.compiles:
         assumptions.append("the model is not compiled: a compiled one holds less, and computes fewer operations")
     return {
