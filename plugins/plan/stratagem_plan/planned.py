@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from stratagem.api import Accelerator, Environment, Plugin, World, hookimpl
 from stratagem.distributed.default_group import leave_group
-from stratagem_plan import operators
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
 from stratagem_plan.group import PlannedCollectives
@@ -248,7 +247,6 @@ class Planner(Plugin):
     @contextlib.contextmanager
     def _step(self, stage: str) -> Iterator[None]:
         yield
-        operators.copies.clear()
         if self.run.manual and stage == "train":  # it may step several optimizers, several times
             self._end_step()
 
