@@ -63,13 +63,20 @@ class Mixture(Block):
         return x + self.experts(tokens, indices, self.router(tokens).sigmoid()).view_as(x)
 
 
+class Blocks(nn.Sequential):
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
 class GPT(sg.Module):
     def __init__(self) -> None:
         super().__init__()
         width, vocab, length = given["width"], given["vocab"], given["length"]
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
         block = Mixture if given["experts"] else Block
-        self.blocks = nn.Sequential(*(block(width, given["heads"]) for _ in range(given["layers"])))
+        self.blocks = Blocks(*(block(width, given["heads"]) for _ in range(given["layers"])))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
 
     def training_step(self, batch, batch_idx):
