@@ -1,6 +1,6 @@
 """A training script as users write it: python train_gpt.py '{"layers": 2, "strategy": "ddp"}'.
 
-With "count_to", each rank writes there what it sent in its steps.
+With "count_to", each rank writes there what it sent in its steps; with "peak_to", what it held and computed in the second.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from stratagem_parallel import context_offset
 
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
-    "strategy": "ddp", "devices": 1, "recompute": False, "count_to": None, "options": {},
+    "strategy": "ddp", "devices": 1, "recompute": False, "experts": 0, "count_to": None, "peak_to": None, "options": {},
 } | json.loads(sys.argv[1])  # fmt: skip
 
 
@@ -38,20 +39,51 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
+class Experts(nn.Module):
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.randn(num_experts, width, width) / width)
+
+    def forward(self, tokens, indices, weights):
+        return (tokens.unsqueeze(1) @ self.weight[indices.squeeze(1)]).squeeze(1) * weights
+
+
+class Mixture(Block):
+    """A block with experts, of which each gets as many tokens."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.router, self.experts = nn.Linear(width, 1), Experts(width, given["experts"])
+
+    def forward(self, x):
+        x = super().forward(x)
+        tokens = x.flatten(0, 1)
+        indices = torch.arange(len(tokens), device=x.device).unsqueeze(1) % given["experts"]
+        return x + self.experts(tokens, indices, self.router(tokens).sigmoid()).view_as(x)
+
+
+class Blocks(nn.Sequential):
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
 class GPT(sg.Module):
     def __init__(self) -> None:
         super().__init__()
         width, vocab, length = given["width"], given["vocab"], given["length"]
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, given["heads"]) for _ in range(given["layers"]))
+        block = Mixture if given["experts"] else Block
+        self.blocks = Blocks(*(block(width, given["heads"]) for _ in range(given["layers"])))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
-        self.register_buffer("at", torch.arange(length), persistent=False)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        h = self.tokens(x) + self.positions(self.at[: x.shape[1]])
-        for block in self.blocks:
-            h = block(h)
+        offset = context_offset(x.shape[1])
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device) + offset)
+        h = self.blocks(h)
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1).float(), y.flatten())
 
     def configure_optimizers(self):
@@ -77,12 +109,20 @@ class Count(sg.Callback):
         Path(given["count_to"], f"{run.rank}-{batch_idx}.json").write_text(json.dumps(told))
 
 
+def plugins():
+    if not given["peak_to"]:
+        return []
+    from counted import Counted
+
+    return [Counted(folder=given["peak_to"])]
+
+
 strategy = given["strategy"]
 if isinstance(strategy, dict) and strategy.get("auto_wrap_policy"):
     strategy = strategy | {"auto_wrap_policy": {Block}}
 trainer = sg.Trainer(
     strategy=strategy, devices=given["devices"], precision=given["precision"], max_steps=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, callbacks=[Count()] if given["count_to"] else [],
-    activation_checkpointing=[Block] if given["recompute"] else None, **given["options"],
+    activation_checkpointing=[Block] if given["recompute"] else None, plugins=plugins(), **given["options"],
 )  # fmt: skip
 trainer.fit(GPT(), torch.utils.data.DataLoader(Words(), batch_size=given["micro"]))

@@ -25,13 +25,13 @@ from stratagem.api.world import Mesh, World
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
 
-    from stratagem.api.layout import Layout
+    from stratagem.api.layout import Layout, Timeline
     from stratagem.api.world import Collectives
 
 # --- What all plugins have in common -----------------------------------------------------------------------------
@@ -219,6 +219,17 @@ class Strategy(Plugin):
             module: the user's, if it is known.
         """
         return None
+
+    def timeline(self, world: World) -> Timeline | None:
+        """Return what each rank of a pipeline computes when; None without one."""
+        return None
+
+    def rank_classes(self, run: Any) -> Sequence[Sequence[int]]:
+        """Return all ranks, in groups that compute, hold and send the same. A plan runs the first one of each.
+
+        Called in a plan, once the model is wrapped. `run` is a `stratagem.api.context.RunContext`.
+        """
+        return [range(run.world_size)]
 
     def data_mesh(self, mesh: Mesh, stage: str) -> Mesh:
         """Return by which mesh a loader of `stage` is shared out, for an outer strategy over runs of their own.

@@ -256,6 +256,13 @@ class Collectives:
         """Whether `flag` is true on at least one rank."""
         return any(self.all_gather_object(bool(flag)))
 
+    def values(self, tensor: torch.Tensor, planned: Any) -> Any:
+        """Return what `tensor.tolist()` does, which waits for its device; not collective.
+
+        For decisions by value: in a plan, which has neither values nor other ranks, it is `planned`.
+        """
+        return tensor.tolist()
+
     def fail_together(self, error: BaseException | None) -> None:
         """Raise an error on all ranks if any rank passes one, naming the first such rank; else return on all.
 

@@ -58,6 +58,8 @@ class UnitOrder:
         self._peers, self._collectives = peers, run.collectives
         #: The numbers in the run of the ranks that are compared.
         self._ranks: list[int] = peers.all_gather_object(run.rank)
+        #: There are no other ranks: in a plan they are taken to do the same.
+        self._is_alone = peers.world_size == 1 or run.environment.simulated
         self._limit_s = _PART_OF_TIMEOUT * run.join_timeout.total_seconds()
         self._key, self._round = f"fsdp/{next(_orders)}/{self._ranks[0]}", 0
         #: The same on all ranks, as they wrap the same models in the same order.
@@ -110,7 +112,7 @@ class UnitOrder:
         Args:
             reads: it is code of a user rather than a step, and has events only if it reads shards.
         """
-        if self._open or self._peers.world_size == 1:
+        if self._open or self._is_alone:
             yield
             return
         known = self._kind = self._known.setdefault(kind, [(_END,)] if reads else [])

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from stratagem.api import Collectives
 
 
+#: Counts as the sender of activations and of their gradients.
+ACTIVATIONS = "activations"
+
+
 def gather(tensor: Tensor, dim: int, over: Collectives) -> Tensor:
     """Return the parts of all ranks of `over`, concatenated along `dim` in rank order; equal shapes. Collective.
 
@@ -41,14 +45,14 @@ def exchange(
 
 def gather_into(whole: Tensor, part: Tensor, over: Collectives) -> None:
     """Write the parts of all ranks of `over` into `whole`, one after the other; both are contiguous. Collective."""
-    over.traffic.add("all_gather", part.nbytes, over.world_size)
+    over.traffic.add("all_gather", part.nbytes, over.world_size, sender=ACTIVATIONS)
     # torch 2.13 renamed it, and warns about the old name.
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=over.group)
 
 
 def sum_into(part: Tensor, whole: Tensor, over: Collectives) -> None:
     """Write this rank's share of the sum of `whole` over the ranks into `part`; both are contiguous. Collective."""
-    over.traffic.add("reduce_scatter", whole.nbytes, over.world_size)
+    over.traffic.add("reduce_scatter", whole.nbytes, over.world_size, sender=ACTIVATIONS)
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=over.group)
 
 
@@ -92,7 +96,7 @@ class _Exchange(torch.autograd.Function):
         ctx.over, ctx.send, ctx.receive = over, send, receive
         rows = rows.contiguous()
         received = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
-        over.traffic.add("exchange", rows.nbytes, over.world_size)
+        over.traffic.add("exchange", rows.nbytes, over.world_size, sender=ACTIVATIONS)
         into, out_of = (None if sizes is None else list(sizes) for sizes in (receive, send))
         dist.all_to_all_single(received, rows, into, out_of, group=over.group)
         return received

@@ -116,7 +116,8 @@ class GradientAverager:
 
     def _start(self, flat: torch.Tensor, index: int) -> torch.futures.Future[torch.Tensor]:
         if self.reduce is None:
-            return self.over.average_async(flat)
+            with self.over.traffic.sent_by("gradients"):
+                return self.over.average_async(flat)
         parameters = self._buckets[index]
         views = _views(flat, parameters)
         last = index == len(self._buckets) - 1

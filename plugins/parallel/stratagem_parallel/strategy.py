@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import nn
 
 from stratagem.api import hookimpl
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stratagem.api import Collectives, Mesh, RunContext, World
-    from stratagem.api.layout import Layout
+    from stratagem.api.layout import Layout, Timeline
 
 #: Where a module remembers how it was wrapped, for the next call of the trainer.
 _WRAPPED = "_stratagem_parallel"
@@ -79,13 +79,6 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
         self._groups = Groups(self.mesh(run.peers_world), run.peers)
-        for axis in ("pipeline", "expert", "context", "tensor"):
-            if run.environment.simulated and self._mesh.size(axis) > 1:
-                raise ConfigError(
-                    f"strategy.parallel.{axis} is {self._mesh.size(axis)}, and what it divides needs values",
-                    expected="axes of data (replicate, shard), where tensors have shapes alone",
-                    do=f"plan without {axis}",
-                )  # fmt: skip
         if any(self._mesh.size(axis) > 1 for axis in ("shard", "tensor", "expert")):
             check_backend(run.device)
         self._device_mesh = self._groups.device_mesh(run.device.type)
@@ -355,8 +348,21 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
 
     # --- For people ----------------------------------------------------------------------------------------------
 
+    def timeline(self, world: World) -> Timeline | None:
+        return planned.timeline_of(self, self.mesh(world))
+
+    def rank_classes(self, run: RunContext) -> Sequence[Sequence[int]]:
+        if self._pipeline is None or not run.environment.simulated:
+            return super().rank_classes(run)
+        classes = self._pipeline.rank_classes()
+        class_of = {at: number for number, positions in enumerate(classes) for at in positions}
+        found: list[list[int]] = [[] for _ in classes]
+        for rank in range(run.world_size):
+            found[class_of[evolve(self._mesh, rank=rank).position("pipeline")]].append(rank)
+        return found
+
     def layout(self, world: World, module: nn.Module | None) -> Layout | None:
-        timeline = planned.timeline_of(self, self.mesh(world))
+        timeline = self.timeline(world)
         known = self._record.layout(module, timeline) if self._record is not None else None
         return known or planned.layout(self, self.mesh(world), module, timeline)
 

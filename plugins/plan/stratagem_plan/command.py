@@ -32,7 +32,9 @@ class PlanCommand(Command):
         parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
         parser.add_argument("--device", default="h100-sxm-80gb", help="their type (default: h100-sxm-80gb)")
         parser.add_argument("--device-file", type=Path, help="TOML file with figures of the device")
-        parser.add_argument("--rank", type=int, action="append", help="plan this rank; again for several")
+        parser.add_argument(
+            "--rank", type=int, action="append", help="plan this rank; again for several (default: one of each kind)"
+        )
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, for `stratagem simulate`")
         page.add_options(parser)
         parser.add_argument("script", type=Path, help="the training script, which runs unchanged for two steps")
@@ -74,7 +76,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _tree(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the plan of rank 0, or of the ranks that were named."""
+    """Return the plan of one rank of each class, or of the ranks that were named."""
     from stratagem_plan.result import tree_of
     from stratagem_plan.script import PlannedScript
 
@@ -83,6 +85,8 @@ def _tree(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints
         planner = script.on(first)
     tree = tree_of(script, arguments.device, planner)
+    if not arguments.rank:
+        others = [alike[0] for alike in planner.classes if first not in alike]
     tree["classes"] += [each for rank in others for each in _in_a_process(arguments, rank)["classes"]]
     return tree
 

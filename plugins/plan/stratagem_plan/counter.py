@@ -102,7 +102,7 @@ class StepCounter(TorchDispatchMode):
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.device_type, self.phase = device_type, "forward"
+        self.device_type, self._phase = device_type, "forward"
         self.now: Count[str] = Count()
         self.total, self.peak = 0, Peak()
         self.modules = Modules()
@@ -118,6 +118,12 @@ class StepCounter(TorchDispatchMode):
         #: Blocks of storages that are gone: Python may drop them while an allocator is at work.
         self._gone: list[tuple[Block, ...]] = []
         self._quiet = 0
+
+    @property
+    def phase(self) -> str:
+        """What is computed: what autograd runs is backward, also where a pipeline calls it."""
+        is_differentiating = self._phase == "forward" and torch._C._current_graph_task_id() != -1
+        return "backward" if is_differentiating else self._phase
 
     # --- Memory --------------------------------------------------------------------------------------------------
 
@@ -178,11 +184,11 @@ class StepCounter(TorchDispatchMode):
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """Count in `phase`."""
-        before, self.phase = self.phase, phase
+        before, self._phase = self._phase, phase
         try:
             yield
         finally:
-            self.phase = before
+            self._phase = before
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -245,7 +251,10 @@ class StepCounter(TorchDispatchMode):
     def _send(self, name: str, args: Any) -> None:
         tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
         ranks = ranks_of(args)
-        what = _COLLECTIVES[name]
+        what, phase = _COLLECTIVES[name], self.phase
+        if what == "send":  # to one of them; what was made in backward is sent in backward
+            ranks = tuple(sorted((dist.get_rank(), ranks[args[2]])))
+            phase = "backward" if any(self._category(each) == "temporary" for each in tensors) else phase
         for each in tensors:
             if not self._is_kept(each):
                 self.add(each, "messages")
@@ -255,12 +264,14 @@ class StepCounter(TorchDispatchMode):
         payload = max(sizes, default=0) if has_all else sum(sizes[:1])
         if name.startswith("all_gather_into_tensor"):  # it has this rank's part alone
             payload = sizes[0] * len(ranks)
-        self.sent[self.phase, what, ranks, payload] += 1
+        self.sent[phase, what, ranks, payload] += 1
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` has a purpose beside being sent."""
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        return known is not None and known[1] in ("parameters", "gradients", "optimizer")
+        return self._category(tensor) in ("parameters", "gradients", "optimizer")
+
+    def _category(self, tensor: torch.Tensor) -> str:
+        return str(self._live.get(tensor.untyped_storage()._cdata, (0, ""))[1])
 
     @property
     def flops(self) -> float:

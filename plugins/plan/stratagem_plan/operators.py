@@ -32,7 +32,7 @@ _IN_FP32 = (
     "cdist", "cosine_similarity", "softplus", "erfinv", "expm1", "tan", "acos", "asin", "sinh", "cosh", "renorm",
 )  # fmt: skip
 _library: Any = None
-#: Copies of leaves in autocast's dtype, which torch keeps until the context of autocast ends.
+#: Copies of leaves in autocast's dtype, which torch keeps until its cache is cleared.
 copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -51,6 +51,13 @@ def register() -> None:
             found = getattr(getattr(aten, packet, None), overload or "default", None)
             if found is not None:
                 _library[0].impl(name, functools.partial(_converted, found, convert), "AutocastPrivateUse1")
+    clear = torch.clear_autocast_cache  # autocast calls it where its context ends
+
+    def clear_both() -> None:
+        copies.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_both
 
 
 def _converted(operator: Any, convert: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:

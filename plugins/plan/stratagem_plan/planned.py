@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+import functools
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from stratagem.api import Accelerator, Environment, Plugin, World, hookimpl
 from stratagem.distributed.default_group import leave_group
-from stratagem_plan import operators
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
 from stratagem_plan.group import PlannedCollectives
@@ -121,6 +121,32 @@ def converting_fakes() -> Iterator[None]:
         torch.nn.Module._apply = original  # type: ignore[method-assign]
 
 
+@functools.cache
+def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Return the class of fake tensors that are instances of `kind`, too."""
+    return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
+
+
+@contextlib.contextmanager
+def subclassing_fakes() -> Iterator[None]:
+    """Within, `as_subclass` works for fake tensors: torch refuses to give one another class."""
+    original = torch.Tensor.as_subclass
+
+    def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or issubclass(FakeTensor, kind):
+            return original(tensor, kind)
+        with torch._C.DisableTorchFunction():
+            made: torch.Tensor = torch.ops.aten.alias(tensor)
+        made.__class__ = _fake_kind(kind)
+        return made
+
+    torch.Tensor.as_subclass = as_subclass  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.as_subclass = original  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def _quiet_shapes(counter: StepCounter) -> Iterator[None]:
     """Within, tensors with which DTensor finds out the shapes of results are not counted."""
@@ -159,6 +185,8 @@ class Planner(Plugin):
     ends: list[dict[str, int]] = field(init=False, factory=list)
     #: Batches, samples and whole numbers of the step that is told, of this rank.
     inputs: dict[str, int] = field(init=False, factory=dict)
+    #: All ranks, in groups that do the same.
+    classes: Sequence[Sequence[int]] = field(init=False, default=((0,),))
     _modes: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
 
     def _begin(self) -> None:
@@ -193,6 +221,7 @@ class Planner(Plugin):
         for tensor in (*model.parameters(), *model.buffers()):
             self.counter.add(tensor, "parameters")
         self.counter.forget()
+        self.classes = run.strategy.rank_classes(run)
         return model
 
     @hookimpl(wrapper=True)
@@ -221,7 +250,6 @@ class Planner(Plugin):
     @contextlib.contextmanager
     def _step(self, stage: str) -> Iterator[None]:
         yield
-        operators.copies.clear()
         if self.run.manual and stage == "train":  # it may step several optimizers, several times
             self._end_step()
 

@@ -38,6 +38,10 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
         assumptions.append(f"{name} ({count} calls) counts no FLOPs")
     if len(run.stack.strategies) > 1:
         assumptions.append(f"what {run.stack.strategies[0]} sends between steps is not counted")
+    if run.mesh.size("expert") > 1:
+        assumptions.append("experts get as many tokens on each rank")
+    if run.mesh.size("pipeline") > 1:
+        assumptions.append("of stages with equal layers the first is planned, which holds most activations")
     if run.compiles:
         assumptions.append("the model is not compiled: a compiled one holds less, and computes fewer operations")
     return {
@@ -66,7 +70,7 @@ def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
     counter, run = planner.counter, planner.run
     return {
         "rank": run.rank,
-        "ranks": run.world_size,
+        "ranks": next(len(alike) for alike in planner.classes if run.rank in alike),
         "peak": counter.peak.total + LIBRARY_BYTES,
         "reserved": counter.allocators[0].peak + LIBRARY_BYTES,
         "reserved_expandable": counter.allocators[1].peak + LIBRARY_BYTES,
@@ -77,7 +81,16 @@ def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
         "flops": counter.flops,
         "work": [_work(key, count) for key, count in sorted(counter.work.items(), key=str)],
         "collectives": [_collective(key, calls, script, run) for key, calls in sorted(counter.sent.items())],
+        "bubble": _bubble(run),
     }  # fmt: skip
+
+
+def _bubble(run: Any) -> dict[str, int] | None:
+    timeline = run.strategy.timeline(run.peers_world)
+    if timeline is None:
+        return None
+    ranks = len(timeline.rows)
+    return {"stages": ranks, "microbatches": timeline.microbatches, "interleave": timeline.stages // ranks}
 
 
 def _work(key: tuple[Any, ...], count: int) -> dict[str, Any]:
@@ -89,16 +102,17 @@ def _work(key: tuple[Any, ...], count: int) -> dict[str, Any]:
 def _collective(key: Any, calls: int, script: PlannedScript, run: Any) -> dict[str, Any]:
     phase, op, ranks, payload = key
     return {
-        "phase": phase, "op": op, "axis": _axis(ranks, run), "ranks": len(ranks),
+        "phase": phase, "op": op, "axis": _axis(op, ranks, run), "ranks": len(ranks),
         "within_node": len({rank // script.devices for rank in ranks}) == 1, "payload": payload, "calls": calls,
     }  # fmt: skip
 
 
-def _axis(ranks: tuple[int, ...], run: Any) -> str:
-    """Return the axes of the mesh on which `ranks` differ; "" if they are not the ranks of a line."""
+def _axis(op: str, ranks: tuple[int, ...], run: Any) -> str:
+    """Return the axes of the mesh on which `ranks` differ; "" if they are neither a line nor two ranks of one."""
     places = [evolve(run.mesh, rank=rank) for rank in ranks]
     axes = [axis for axis in run.mesh.axes if len({place.position(axis) for place in places}) > 1]
-    return "+".join(axes) if math.prod(run.mesh.axes[axis] for axis in axes) == len(ranks) else ""
+    is_line = math.prod(run.mesh.axes[axis] for axis in axes) == len(ranks)
+    return "+".join(axes) if is_line or (op == "send" and len(axes) == 1) else ""
 
 
 # --- Text --------------------------------------------------------------------------------------------------------
@@ -120,7 +134,7 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
         yield (
             f"rank {each['rank']}; {each['ranks'] - 1} others are taken to do the same"
             if each["ranks"] > 1
-            else "rank 0"
+            else f"rank {each['rank']}"
         )
         yield from _memory(each, limit)
         yield from _traffic(each)

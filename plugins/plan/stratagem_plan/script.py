@@ -21,7 +21,14 @@ from stratagem.api.world import World
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan import operators
 from stratagem_plan.counter import counting_resizes
-from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner, converting_fakes
+from stratagem_plan.planned import (
+    Planned,
+    PlannedAccelerator,
+    PlannedEnvironment,
+    Planner,
+    converting_fakes,
+    subclassing_fakes,
+)
 
 #: Names plugins that a process is not to use.
 DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
@@ -57,6 +64,7 @@ class PlannedScript:
             with (
                 self._changed(world, planner),
                 converting_fakes(),
+                subclassing_fakes(),
                 counting_resizes(planner.counter),
                 operators.Building(planner.fake, planner.counter),
                 contextlib.closing(planner),

@@ -56,18 +56,25 @@ class DispatchedExperts:
         counts.index_add_(0, chosen.masked_fill(wrong, self.number), torch.ones_like(chosen))
         arriving = exchange(counts[:-1], self.over).view(self.over.world_size, self.own)
         leaving = counts[:-1].view_as(arriving)
-        send, receive, beyond = torch.stack([leaving.sum(1), arriving.sum(1), counts[-1].expand(len(leaving))]).tolist()
+        numbers = torch.stack([leaving.sum(1), arriving.sum(1), counts[-1].expand(len(leaving))])
+        send, receive, beyond = self.over.values(numbers, self._evenly(len(chosen)))
         if beyond[0]:
             raise ConfigError(
                 f"{self.name} was called with expert {int(chosen[wrong][0])}",
                 expected=f"numbers from 0 to {self.number - 1}",
             )
         rows = exchange(tokens.reshape(-1, width)[order // top], self.over, send, receive)
-        numbers = torch.arange(self.own, device=chosen.device).repeat(self.over.world_size)
-        results = self._compute(rows, numbers.repeat_interleave(arriving.flatten(), output_size=sum(receive)))
+        own = torch.arange(self.own, device=chosen.device).repeat(self.over.world_size)
+        results = self._compute(rows, own.repeat_interleave(arriving.flatten(), output_size=sum(receive)))
         back = exchange(results, self.over, receive, send)[order.argsort()]
         combined = (back.view(-1, top, width) * weights.reshape(-1, top, 1)).sum(1)
         return combined.to(tokens.dtype).view(tokens.shape)
+
+    def _evenly(self, rows: int) -> list[list[int]]:
+        """Return how many of `rows` go to each rank and come from each, if all ranks get as many; none is beyond."""
+        size = self.over.world_size
+        shares = [rows // size + (rank < rows % size) for rank in range(size)]
+        return [shares, [shares[self.over.rank]] * size, [0] * size]
 
     def _checked(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if len(arguments) == 3 and all(isinstance(each, Tensor) for each in arguments):

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from stratagem.distributed.process_group import MESSAGE_TAG
 from stratagem.errors import ConfigError
+from stratagem_parallel.exchange import ACTIVATIONS
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
@@ -127,7 +128,8 @@ class Messages:
         import torch.distributed as dist
 
         local = [each.detach().to(self.among.message_device).contiguous() for each in tensors]
-        self.among.traffic.add("send", sum(each.nbytes for each in local), self.among.world_size, len(local))
+        num_bytes, size = sum(each.nbytes for each in local), self.among.world_size
+        self.among.traffic.add("send", num_bytes, size, len(local), sender=ACTIVATIONS)
         messages = [self._message(dist.isend, each, to) for each in local]
         self._sent = [each for each in self._sent if not each[0].is_completed()]
         self._sent += [(work, local) for work in dist.batch_isend_irecv(messages)] if messages else []

@@ -21,6 +21,7 @@ from stratagem_parallel.pipeline.boundaries import Form, zeros_of
 from stratagem_parallel.pipeline.interception import Interception
 from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, combined, send_both
 from stratagem_parallel.pipeline.microbatches import merge, split, tensors_of
+from stratagem_parallel.pipeline.outline import Outline
 from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
 from stratagem_parallel.pipeline.runner import StageRunner, signature
 from stratagem_parallel.pipeline.schedules import check_counts, number_of_stages, rank_of_stage, schedule_named
@@ -54,11 +55,13 @@ class Pipeline:
         self.among = groups.over("pipeline")
         self.rank, self.ranks = groups.mesh.position("pipeline"), groups.mesh.size("pipeline")
         self.schedule = schedule_named(options.schedule)
-        self._results, self.targets = StepResults(), TargetCounts()
+        self._results, self.targets = StepResults(), TargetCounts(self.among)
         self._shared: list[tuple[Any, list[nn.Parameter]]] = []
         self._interception: Interception | None = None
         self.runner: StageRunner
         self.cut: Cut
+        #: Tells what other ranks would, in a plan.
+        self.outline: Outline | None = None
         self.used: dict[str, frozenset[int]] = {}
         self._is_checked = False
         self.held: dict[str, frozenset[int]] = {}
@@ -74,9 +77,10 @@ class Pipeline:
         if known is None:
             cut = self._cut(user)
             used = ownership.uses(user, cut, self._rank_of)
-            known = user.__dict__[_CUT] = cut, used, ownership.holders(user, used), self._ranks_of(cut)
+            outline = Outline(user, self._cut, self.run.device) if self.run.environment.simulated else None
+            known = user.__dict__[_CUT] = cut, used, ownership.holders(user, used), self._ranks_of(cut), outline
         self.user = user
-        self.cut, self.used, self.held, ranks = known
+        self.cut, self.used, self.held, ranks, self.outline = known
         if ranks != self._ranks_of(self.cut):
             raise ConfigError(
                 f"the model was cut by an earlier run whose stages are on other processes than with schedule "
@@ -87,6 +91,7 @@ class Pipeline:
         self.runner = StageRunner(
             self.cut, self.among, self.run.device, self.schedule.name, self.microbatches, self.options.checkpoint,
             whole=on_demand.tensor().all_whole if self.groups.mesh.size("tensor") > 1 else lambda value: value,
+            outline=self.outline,
         )  # fmt: skip
         self._interception = Interception(user.get_submodule(self.cut.where), self.cut.where, self._called)
 
@@ -103,6 +108,11 @@ class Pipeline:
 
     def _cut(self, user: nn.Module) -> Cut:
         options, stages = self.options, number_of_stages(self.options, self.ranks)
+        if options.balance == "balance_by_time" and self.run.environment.simulated:
+            raise ConfigError(
+                "strategy.parallel.balance is 'balance_by_time', and a plan has no times",
+                expected="a list of numbers, or 'balance_by_size'", do="plan with the numbers that the run prints",
+            )  # fmt: skip
         where = "" if options.split_points is not None else pipelined_sequence(user)
         check_counts(self.schedule, self.ranks, stages, options.microbatches or stages)
         if options.split_points is not None:
@@ -168,6 +178,29 @@ class Pipeline:
         """Return how many ranks of the pipeline hold a parameter, where more than one does."""
         return {parameter: among.world_size for among, parameters in self._shared for parameter in parameters}
 
+    def rank_classes(self) -> list[list[int]]:
+        """Return the positions on the axis in groups that compute the same in a plan.
+
+        Those of the first and of the last stage are alone. In a group the first position holds most: a schedule keeps
+        activations of fewer micro-batches in later ones.
+        """
+        assert self.outline is not None, "it is a plan"
+        stages = [[each for each, rank in enumerate(self.runner.ranks) if rank == at] for at in range(self.ranks)]
+        groups: list[list[int]] = []
+        for at, mine in enumerate(stages):
+            is_end = at in (self.runner.first_rank, self.runner.last_rank)
+            alike = None if is_end else next((each for each in groups if self._are_alike(stages[each[0]], mine)), None)
+            if alike is None:
+                groups.append([at])
+            else:
+                alike.append(at)
+        return groups
+
+    def _are_alike(self, some: list[int], others: list[int]) -> bool:
+        assert self.outline is not None, "it is a plan"
+        is_end = bool({0, len(self.cut.stages) - 1} & {*some})
+        return not is_end and all(self.outline.same_stages(*pair) for pair in zip(some, others, strict=True))
+
     def close(self) -> None:
         """Let the pipelined module have its own forward again."""
         if self._interception is not None:
@@ -215,7 +248,7 @@ class Pipeline:
         Values are compared in the first step and for new shapes, shapes in all steps: messages depend on them.
         """
         known = self.runner.knows(key)
-        facts = [] if known else [float(weighted_sum(each)) for each in tensors_of(batch)]
+        facts = [] if known else [self.among.values(weighted_sum(each), 0.0) for each in tensors_of(batch)]
         number = zlib.crc32(str((key, known, facts)).encode())
         if are_equal(torch.tensor(number), self.among):
             return
@@ -370,9 +403,12 @@ def _sum_gradients(among: Any, parameters: list[nn.Parameter]) -> None:
         ]
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float64)
         flat = torch.cat([part.reshape(-1) for part in parts])
-        reached, flat = send_both(flags, flat, lambda message: among.unchecked.all_reduce(message, "sum"))
+        with among.traffic.sent_by("gradients"):
+            reached, flat = send_both(flags, flat, lambda message: among.unchecked.all_reduce(message, "sum"))
         sums = flat.split([part.numel() for part in parts])
-        for parameter, is_reached, total in zip(group, reached.tolist(), sums, strict=True):
+        # Each of them is computed with on some rank, which has its gradient.
+        reached_somewhere = among.values(reached, [1.0] * len(group))
+        for parameter, is_reached, total in zip(group, reached_somewhere, sums, strict=True):
             if not is_reached:
                 continue
             if parameter.grad is None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.pipeline.boundaries import Form, Messages, assembled, form_of, tensors_in
+from stratagem_parallel.pipeline.outline import Outline
 from stratagem_parallel.pipeline.random_numbers import generators_of, seed_of
 from stratagem_parallel.pipeline.schedules import Action, actions, rank_of_stage, schedule_named
 from stratagem_parallel.pipeline.stages import Cut
@@ -40,15 +41,16 @@ class StageRunner:
         microbatches: of a batch.
         checkpoint_mode: "always", "except_last" or "never".
         whole: returns what may be sent of a stage's output, of which this rank may hold a slice.
+        outline: tells the forms of outputs on other ranks, in a plan; else these ranks do.
     """
 
     def __init__(
         self, cut: Cut, among: Any, device: torch.device, schedule: str, microbatches: int, checkpoint_mode: str,
-        whole: Callable[[Any], Any],
+        whole: Callable[[Any], Any], outline: Outline | None = None,
     ) -> None:  # fmt: skip
         self.cut, self.among, self.device = cut, among, device
         self.schedule, self.microbatches, self.checkpoint_mode = schedule, microbatches, checkpoint_mode
-        self.count, self._whole = len(cut.stages), whole
+        self.count, self._whole, self._outline = len(cut.stages), whole, outline
         row = schedule_named(schedule)
         self.ranks = [rank_of_stage(row, stage, among.world_size) for stage in range(self.count)]
         self.here = [stage for stage, rank in enumerate(self.ranks) if rank == among.rank]
@@ -94,7 +96,11 @@ class StageRunner:
             if known:
                 value = self.compute(stage, value) if here else value
                 continue
-            value, form = self._first_output(stage, value) if here else (value, None)
+            form: Form | BaseException | None
+            if here:
+                value, form = self._first_output(stage, value)
+            else:
+                form = self._form_elsewhere(stage, forms[-1] if forms else self._whole(value))
             forms.append(self._told(form, stage))
         if not tell_all:
             return value
@@ -124,6 +130,10 @@ class StageRunner:
             return output, form_of(output, stage, self.cut.passes_numbers)
         except Exception as error:  # noqa: BLE001 - raised again on all ranks
             return None, error
+
+    def _form_elsewhere(self, stage: int, given: Any) -> Form | None:
+        """Return the form of the output of another rank's `stage` in a plan, in which that rank does not tell it."""
+        return None if self._outline is None else self._outline.form_after(stage, given)
 
     def _told(self, form: Form | BaseException | None, stage: int) -> Form:
         """Return the form of the output of `stage`, which its rank gives; raise its error on all ranks. Collective."""
@@ -155,7 +165,7 @@ class StageRunner:
         if not self.knows(key):
             with torch.no_grad(), unchanged(self._modules()):
                 value = error = None
-                if self.among.rank == self.first_rank:
+                if self.among.rank == self.first_rank or self._outline is not None:
                     try:
                         value = capture()
                     except Exception as raised:  # noqa: BLE001 - raised again on all ranks

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -23,6 +23,9 @@ from torch.overrides import TorchFunctionMode
 from stratagem.errors import ConfigError
 from stratagem_parallel.target_numbers import changed, number_of
 
+if TYPE_CHECKING:
+    from stratagem.api import Collectives
+
 #: Positional arguments, and those by name.
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _LOSSES = (F.cross_entropy, F.nll_loss)
@@ -30,8 +33,12 @@ _LOSSES = (F.cross_entropy, F.nll_loss)
 
 @define
 class TargetCounts:
-    """How many targets each call of a loss in `training_step` has, for each micro-batch of a step."""
+    """How many targets each call of a loss in `training_step` has, for each micro-batch of a step.
 
+    In a plan all micro-batches have as many.
+    """
+
+    among: Collectives
     #: Whether a step had such calls, or none was seen yet: else nothing is counted.
     _is_needed: bool = True
     #: For each micro-batch, the number for each call; None if counting failed.
@@ -56,7 +63,8 @@ class TargetCounts:
             self._numbers = None
             return
         if any(counted):
-            flat = torch.stack([number for numbers in counted for number in numbers]).tolist()
+            stacked = torch.stack([number for numbers in counted for number in numbers])
+            flat = self.among.values(stacked, [1.0] * len(stacked))
             self._numbers = [[flat.pop(0) for _ in numbers] for numbers in counted]
 
     @contextmanager
@@ -81,7 +89,7 @@ class TargetCounts:
         return sum(numbers) / len(numbers)
 
     def _compare(self, call: int, number: Tensor) -> None:
-        found = float(number)
+        found = self.among.values(number, 1.0)
         if found != self._first.setdefault(call, found):
             raise ConfigError(
                 f"micro-batches have {self._first[call]:g} and {found:g} targets that are not ignored, and "

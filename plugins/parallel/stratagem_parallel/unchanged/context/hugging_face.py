@@ -75,8 +75,8 @@ class HuggingFaceModels:
 
     def _check_mask(self, mask: Any) -> None:
         """Refuse a mask that masks something, on any rank. Collective."""
-        masks = torch.tensor(not (isinstance(mask, Tensor) and bool((mask == 1).all())))
-        if self.axis.over.unchecked.any(bool(masks)):
+        over = self.axis.over
+        if over.unchecked.any(not (isinstance(mask, Tensor) and over.values((mask == 1).all(), True))):
             raise ConfigError(
                 "attention_mask masks positions, and strategy.parallel.context cuts sequences",
                 expected="sequences without padding: the model would combine the mask of a part with that part alone",

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from stratagem_parallel.exchange import gather_into, sum_into
+from stratagem_parallel.exchange import ACTIVATIONS, gather_into, sum_into
 from stratagem_parallel.unchanged.tensor.slices import Slice, name_of, never_compiled_alone, part_of_slice
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Line:
         tensor = tensor.contiguous()
         if torch.compiler.is_compiling():
             return _received("all_reduce", tensor, op, self._group_name)
-        self.over.traffic.add("all_reduce", tensor.nbytes, self.size)
+        self.over.traffic.add("all_reduce", tensor.nbytes, self.size, sender=ACTIVATIONS)
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.over.group)
         return tensor
 
