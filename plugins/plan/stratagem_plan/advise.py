@@ -120,7 +120,7 @@ def lines_of(explorer: Explorer) -> Iterator[str]:
 _CERTAINTY = (
     "Memory was within 0.25 % of an H200's counter in 13 trainings; what the allocator reserves is 2 to 33 % more.",
     "Times are expected (low to high). Where two intervals overlap, it is undecided which one is faster: measure both.",
-    "Precisions other than the first were planned for the best candidates alone.",
+    "Other precisions were planned for the fastest candidate of the first one, lower ones also for what did not fit.",
 )
 
 

@@ -108,7 +108,8 @@ def _largest(
 
     batches = tree["accumulate"]
     peaks = dict[int, int]()
-    search = largest(range(1, MOST), limit, tree["inputs"]["samples"] // batches - 1)
+    base = sum(tree["classes"][0]["at_peak"][name] for name in ("parameters", "gradients", "optimizer"))
+    search = largest(range(1, MOST), limit, tree["inputs"]["samples"] // batches - 1, base)
     try:
         size = next(search)
         while True:

@@ -33,7 +33,7 @@ def divided(script: PlannedScript, samples: int, micro_batch: int) -> PlannedScr
     return evolve(script, micro_batch=micro_batch, accumulate=samples // micro_batch)
 
 
-def largest(sizes: Sequence[int], limit: float, first: int) -> Generator[int, float, int | None]:
+def largest(sizes: Sequence[int], limit: float, first: int, base: float) -> Generator[int, float, int | None]:
     """Find the largest size whose peak is within `limit`: yields a size to plan, and is sent its peak.
 
     Peaks grow about linearly, so a line through two of them tells which size to plan next. The search ends when a size
@@ -42,23 +42,23 @@ def largest(sizes: Sequence[int], limit: float, first: int) -> Generator[int, fl
     Args:
         sizes: In ascending order.
         first: Position of the size to begin with.
+        base: About as many bytes would be needed without any sample.
     """
     low, high, peaks = -1, len(sizes), dict[int, float]()
     position = first
     while high - low > 1:
-        peaks[position] = yield sizes[position]
-        low, high = (position, high) if peaks[position] <= limit else (low, position)
-        position = min(max(_crossing(sizes, peaks, limit), low + 1), high - 1)
+        size = sizes[position]
+        peaks[size] = yield size
+        low, high = (position, high) if peaks[size] <= limit else (low, position)
+        expected = _crossing(peaks if len(peaks) > 1 else {0: base} | peaks, limit)
+        position = min(max(bisect_right(sizes, expected) - 1, low + 1), high - 1)
     return sizes[low] if low >= 0 else None
 
 
-def _crossing(sizes: Sequence[int], peaks: dict[int, float], limit: float) -> int:
-    """Return the position of the largest size below `limit` on the line through the two peaks nearest to it."""
-    nearest = sorted(sorted(peaks, key=lambda position: abs(peaks[position] - limit))[:2])
-    if len(nearest) == 1:  # any other one
-        return 0 if peaks[nearest[0]] > limit else 2 * nearest[0] + 1
-    one, other = nearest
-    slope = (peaks[other] - peaks[one]) / (sizes[other] - sizes[one])
+def _crossing(peaks: dict[int, float], limit: float) -> float:
+    """Return the size at which the line through the two peaks nearest to `limit` reaches it."""
+    one, other = sorted(sorted(peaks, key=lambda size: abs(peaks[size] - limit))[:2])
+    slope = (peaks[other] - peaks[one]) / (other - one)
     if slope <= 0:
-        return 2 * other + 1
-    return bisect_right(sizes, sizes[one] + (limit - peaks[one]) / slope) - 1
+        return 2.0 * other if peaks[other] <= limit else 0.0
+    return one + (limit - peaks[one]) / slope

@@ -90,19 +90,25 @@ class Explorer:
         Raises:
             CannotBePlanned: neither the script as it is nor with another strategy.
         """
-        ways = list(layouts(self.script.devices, self.script.nodes))
+        known = list(layouts(self.script.devices, self.script.nodes))
         self._measure([Candidate()])
         if self.planned[0].tree is None and "strategy" in self.searched:
-            self._measure([Candidate(layout=ways[0])])
+            self._measure([Candidate(layout=known[0])])
         tree = self.planned[-1].tree
         if tree is None:
             raise CannotBePlanned(self.planned[0].error)
         self.first = tree
         kinds = precisions(self.device) if "precision" in self.searched else (None,)
-        self._run(self._of_layout(way, kinds[0]) for way in self._searched(ways))
-        for best in front(self.fitting):
-            if best.candidate.layout or best.candidate.precision:
-                self._run(self._of_precision(best, each) for each in kinds[1:])
+        ways = self._searched(known)
+        self._run(self._of_layout(way, kinds[0]) for way in ways)
+        best = front(each for each in self.fitting if each.candidate.precision)[:1]
+        fit = [each.candidate.layout for each in self.fitting]
+        self._run(
+            [
+                *(self._of_precision(each, other) for each in best for other in kinds[1:]),
+                *(self._of_layout(way, lowest) for way in ways if way not in fit for lowest in kinds[2:]),
+            ]
+        )
 
     @property
     def fitting(self) -> list[Planned]:
@@ -155,7 +161,9 @@ class Explorer:
     def _largest(self, candidate: Candidate, sizes: list[int]) -> Generator[Candidate, Planned, Planned | None]:
         """Plan the largest batch that fits; return its plan, that of the smallest batch if none fits, or an error."""
         found = dict[int, Planned]()
-        search = largest(sizes, self.limit, len(sizes) - 1)
+        states = self._bytes_of_states(candidate)
+        first = 0 if states > self.limit else len(sizes) - 1
+        search = largest(sizes, self.limit, first, states)
         try:
             size = next(search)
             while True:
