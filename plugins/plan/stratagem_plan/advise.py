@@ -120,7 +120,7 @@ def lines_of(explorer: Explorer) -> Iterator[str]:
 _CERTAINTY = (
     "Memory was within 0.25 % of an H200's counter in 13 trainings; what the allocator reserves is 2 to 33 % more.",
     "Times are expected (low to high). Where two intervals overlap, it is undecided which one is faster: measure both.",
-    "Other precisions were planned for the fastest candidate of the first one, lower ones also for what did not fit.",
+    "Other precisions were planned for the fastest candidates of the first one, lower ones also for what did not fit.",
 )
 
 
@@ -143,42 +143,57 @@ def reasons(planned: Planned, best: list[Planned]) -> Iterator[str]:
     from stratagem_plan.candidates import WORDS
 
     position = best.index(planned)
-    fastest, faster = best[0], best[:position]
-    if not faster:
-        yield "the fastest"
-    else:
-        yield f"{planned.seconds / fastest.seconds - 1:.0%} slower than 1{_undecided(planned, fastest)}"
-        if planned.peak < min(each.peak for each in faster):
-            yield f"{1 - planned.peak / fastest.peak:.0%} less memory than 1"
+    faster = best[:position]
+    yield f"{_slower(planned, best[0])} than 1" if faster else "the fastest"
+    as_exact = [each for each in faster if each.numerics <= planned.numerics]
+    if as_exact:
+        least = min(as_exact, key=lambda each: each.peak)
+        yield f"{_memory(planned, least)} than {best.index(least) + 1}"
     if planned.numerics < min((each.numerics for each in faster), default=len(WORDS)):
         yield f"numerics: {WORDS[planned.numerics]}"
 
 
-def _undecided(one: Planned, other: Planned) -> str:
+def _slower(one: Planned, other: Planned) -> str:
+    """Return how much slower `one` is, and whether that is certain; "than" follows."""
+    ratio = one.seconds / other.seconds
+    text = f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:,.3g} times slower"
+    return f"undecided, expected {text}" if _overlap(one, other) else text
+
+
+def _overlap(one: Planned, other: Planned) -> bool:
+    """Whether the intervals of two times have a part in common."""
     assert one.step_s
     assert other.step_s
-    overlap = one.step_s.low <= other.step_s.high and other.step_s.low <= one.step_s.high
-    return " (undecided: their intervals overlap)" if overlap else ""
+    return one.step_s.low <= other.step_s.high and other.step_s.low <= one.step_s.high
 
 
 def guides(explorer: Explorer, best: list[Planned]) -> str:
     """Return what guides say about a model of this size, and why the fastest candidate is another one, if it is."""
     numbers = explorer.first["model"]["parameters"]
+    if explorer.script.devices * explorer.script.nodes == 1:
+        return "their rules are about several devices"
     names = next(names for limit, names in GUIDES if numbers < limit)
     rule = f"{' or '.join(names)} for {numbers / 1e9:,.2g} billion parameters"
-    if best and _name(best[0]) in names:
-        return f"{rule}: so does 1"
+    chosen = [number for number, each in enumerate(best, start=1) if _name(each) in names]
+    if chosen:
+        return f"{rule}: {chosen[0]} does" + f", {_slower(best[chosen[0] - 1], best[0])} than 1" * (chosen[0] > 1)
     theirs = [each for each in explorer.planned if each.tree and _name(each) in names]
-    fitting = sorted((each for each in theirs if each.peak <= explorer.limit), key=lambda each: each.seconds)
     if not theirs:
         return f"{rule}: not planned here, see below"
+    fitting = [each for each in theirs if each.peak <= explorer.limit]
     if not fitting:
         over = min(each.peak for each in theirs) - explorer.limit
-        return f"{rule}: does not fit here, by {over / 1e9:,.1f} GB"
-    same = [each for each in best if each.numerics <= fitting[0].numerics] or best[:1]
-    slower = fitting[0].seconds / same[0].seconds - 1
-    number = best.index(same[0]) + 1
-    return f"{rule}: fits, and is {slower:.0%} slower than {number}{_undecided(fitting[0], same[0])}"
+        return f"{rule}: does not fit here, by {over / 1e9:,.2g} GB"
+    fastest = min(fitting, key=lambda each: each.seconds)
+    number, better = _better(fastest, best)
+    return f"{rule}: fits, {_slower(fastest, better)} than {number}, with {_memory(fastest, better)}"
+
+
+def _better(planned: Planned, best: list[Planned]) -> tuple[int, Planned]:
+    """Return the number of the advice because of which a candidate is not on the front, and that advice."""
+    from stratagem_plan.search import beats
+
+    return next((number, each) for number, each in enumerate(best, start=1) if not beats(planned, each))
 
 
 def _name(planned: Planned) -> str:
@@ -187,8 +202,6 @@ def _name(planned: Planned) -> str:
 
 def _others(explorer: Explorer, best: list[Planned]) -> Iterator[str]:
     """Yield why each other candidate is not advised; of one that fits with some size of batches, only the fastest."""
-    from stratagem_plan.search import beats
-
     groups: dict[str, list[Planned]] = {}
     for each in explorer.planned:
         if each.tree:
@@ -199,14 +212,11 @@ def _others(explorer: Explorer, best: list[Planned]) -> Iterator[str]:
             continue
         if not fitting:
             least = min(group, key=lambda each: each.peak)
-            yield f"{least.candidate.words}: does not fit, by {(least.peak - explorer.limit) / 1e9:,.1f} GB"
+            yield f"{least.candidate.words}: does not fit, by {(least.peak - explorer.limit) / 1e9:,.2g} GB"
             continue
         each = min(fitting, key=lambda planned: planned.seconds)
-        number, better = next((k, one) for k, one in enumerate(best, start=1) if not beats(each, one))
-        yield (
-            f"{each.candidate.words}: {_time_of(each)}, {each.seconds / better.seconds - 1:.0%} slower than {number}"
-            f"{_undecided(each, better)}, with {_memory(each, better)}"
-        )
+        number, better = _better(each, best)
+        yield f"{each.candidate.words}: {_slower(each, better)} than {number}, with {_memory(each, better)}"
 
 
 def _memory(one: Planned, other: Planned) -> str:
@@ -218,11 +228,6 @@ def _errors(explorer: Explorer) -> Iterator[str]:
     for each in explorer.planned:
         if each.error:
             yield f"{each.candidate.words}: {each.error}"
-
-
-def _time_of(planned: Planned) -> str:
-    seconds = planned.seconds
-    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
 
 
 def _time(step_s: Interval) -> str:

@@ -101,7 +101,7 @@ def layouts(devices: int, nodes: int) -> Iterator[Layout]:
         yield Layout(strategy=axes | _UNITS, data_ranks=ranks, shares=(shard,) * 3)
     if nodes > 1:
         for name, period in (("local_sgd", 8), ("diloco", 500)):
-            outer = [{"name": name, "period": period}, "ddp"]
+            outer = [{"name": name, "period": period}, "ddp" if devices > 1 else "single_device"]
             yield Layout(strategy=outer, data_ranks=ranks, period=period)
 
 

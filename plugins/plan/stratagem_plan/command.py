@@ -107,14 +107,16 @@ def _largest(
     from stratagem_plan.variants import Variant, peak_of, plan
 
     batches = tree["accumulate"]
-    peaks = dict[int, int]()
-    base = sum(tree["classes"][0]["at_peak"][name] for name in ("parameters", "gradients", "optimizer"))
-    search = largest(range(1, MOST), limit, tree["inputs"]["samples"] // batches - 1, base)
+    own = tree["inputs"]["samples"] // batches
+    peaks = {own: peak_of(tree)}
+    base = sum(tree["classes"][0]["at_peak"][name] for name in ("parameters", "optimizer", "libraries"))
+    search = largest(range(1, MOST), limit, own - 1, base)
     try:
         size = next(search)
         while True:
-            sized = evolve(script, micro_batch=size, accumulate=batches)
-            peaks[size] = max(peak_of(plan(Variant(script=sized, device=device, rank=rank))) for rank in ranks)
+            if size not in peaks:
+                sized = evolve(script, micro_batch=size, accumulate=batches)
+                peaks[size] = max(peak_of(plan(Variant(script=sized, device=device, rank=rank))) for rank in ranks)
             size = search.send(peaks[size])
     except StopIteration as end:
         best: int | None = end.value

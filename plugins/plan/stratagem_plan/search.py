@@ -14,6 +14,7 @@ from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
 from stratagem_plan.micro_batches import divisors, largest
 from stratagem_plan.plan_file import structure
+from stratagem_plan.result import LIBRARY_BYTES
 from stratagem_plan.script import PlannedScript
 from stratagem_plan.variants import CannotBePlanned, Variant, peak_of, plan_all
 
@@ -101,14 +102,16 @@ class Explorer:
         kinds = precisions(self.device) if "precision" in self.searched else (None,)
         ways = self._searched(known)
         self._run(self._of_layout(way, kinds[0]) for way in ways)
-        best = front(each for each in self.fitting if each.candidate.precision)[:1]
+        self._run(self._of_precision(best, other) for best in self._fastest() for other in kinds[1:])
         fit = [each.candidate.layout for each in self.fitting]
-        self._run(
-            [
-                *(self._of_precision(each, other) for each in best for other in kinds[1:]),
-                *(self._of_layout(way, lowest) for way in ways if way not in fit for lowest in kinds[2:]),
-            ]
-        )
+        self._run(self._of_layout(way, lowest) for way in ways if way not in fit for lowest in kinds[2:])
+
+    def _fastest(self) -> list[Planned]:
+        """Return the fastest candidates: of all, and of those that average gradients in every step."""
+        found = [each for each in self.fitting if each.candidate.settings]
+        in_step = [each for each in found if each.candidate.layout is None or not each.candidate.layout.period]
+        fastest = [front(each)[0] for each in (found, in_step) if each]
+        return [each for number, each in enumerate(fastest) if each not in fastest[:number]]
 
     @property
     def fitting(self) -> list[Planned]:
@@ -163,7 +166,7 @@ class Explorer:
         found = dict[int, Planned]()
         states = self._bytes_of_states(candidate)
         first = 0 if states > self.limit else len(sizes) - 1
-        search = largest(sizes, self.limit, first, states)
+        search = largest(sizes, self.limit, first, states + LIBRARY_BYTES)
         try:
             size = next(search)
             while True:

@@ -1,4 +1,4 @@
-"""A GPT of any size: python gpt.py LAYERS WIDTH SEQUENCES [ACCUMULATE]; docs/advise.md asks for advice about it."""
+"""A GPT of any size: python gpt.py LAYERS WIDTH SEQUENCES; docs/advise.md asks for advice about it."""
 
 import sys
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
 
-LAYERS, WIDTH, SEQUENCES, ACCUMULATE = map(int, [*sys.argv[1:], 1][:4])
+LAYERS, WIDTH, SEQUENCES = map(int, sys.argv[1:])
 LENGTH, VOCABULARY, HEAD = 2048, 32000, 128
 
 
@@ -49,5 +49,5 @@ class Text(torch.utils.data.Dataset):
         return torch.randint(VOCABULARY, (LENGTH,))
 
 
-trainer = sg.Trainer(accumulate_grad_batches=ACCUMULATE, max_steps=1000)
+trainer = sg.Trainer(precision="bf16-mixed", max_steps=1000)
 trainer.fit(GPT(), torch.utils.data.DataLoader(Text(), batch_size=SEQUENCES))
