@@ -259,7 +259,7 @@ class Explorer:
             return Planned(candidate=candidate, error=next(each for each in answers if isinstance(each, str)))
         tree = trees[0]
         if candidate.layout and candidate.layout.period:
-            tree = with_syncs(*trees, candidate.layout.period)
+            tree = with_syncs(trees[0], trees[1], candidate.layout.period)
         try:
             _, step_s = predict(structure(tree, candidate.words), self.device)
         except ConfigError as error:
