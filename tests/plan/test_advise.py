@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from stratagem_plan.advise import Advise
 from stratagem_plan.candidates import Candidate, layouts
 from stratagem_plan.cost import Interval
+from stratagem_plan.devices import find
 from stratagem_plan.micro_batches import largest
 from stratagem_plan.script import PlannedScript
 from stratagem_plan.search import Planned, front, with_syncs
 from stratagem_plan.variants import Variant, peak_of, plan, plan_all
 
+PAGE = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
+SCRIPTS = Path(__file__).with_name("advice")
 SCRIPT = """
 import collections, torch, stratagem as sg
 from torch import nn
@@ -219,6 +225,45 @@ def test_the_code_to_paste_trains(advice):
     done = subprocess.run([sys.executable, "train.py"], cwd=other, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_a_loop_of_ones_own_keeps_its_batches(tmp_path):
+    loop = """
+def main(run):
+    module = M()
+    model, optimizer = run.setup(module.net, torch.optim.Adam(module.parameters()))
+    for batch in run.dataloader(loader):
+        run.backward(model(batch["x"]).square().mean())
+        run.optimizer_step(optimizer)
+        optimizer.zero_grad()
+sg.Run(strategy="ddp").launch(main)
+"""
+    code, tree, said = command("advise", tmp_path, "--search", "precision,micro_batch", str(write(tmp_path, then=loop)))
+    assert code == 0, said
+
+    assert {each["code"] for each in tree["planned"]} >= {'Run(precision="bf16-mixed")', 'Run(precision="bf16-true")'}
+    assert {each["micro_batch"] for each in tree["planned"]} == {4}
+
+
+@pytest.mark.parametrize("line", re.findall(r"^    (stratagem advise .*)", PAGE, re.MULTILINE))
+def test_the_commands_of_the_page_are_right(line):
+    parser = argparse.ArgumentParser()
+    Advise().add_arguments(parser)
+    arguments = parser.parse_args(line.split()[2:])
+    device = arguments.device_file and SCRIPTS / arguments.device_file
+
+    assert (SCRIPTS / arguments.script).exists() or arguments.script.name == "train.py"
+    assert find(arguments.device, device).need("memory_bytes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words", "numbers"), [("resnet.py", (), 25_557_032), ("gpt.py", ("2", "256", "1"), 17_963_520)]
+)
+def test_the_scripts_of_the_page_are_planned(name, words, numbers):
+    tree = plan(Variant(script=PlannedScript(SCRIPTS / name, words, micro_batch=1, accumulate=1), device="t4"))
+
+    assert tree["model"]["parameters"] == numbers
 
 
 def of(seconds, peak, precision="32-true", candidate=None):

@@ -45,6 +45,7 @@ class Advise(Command):
         check_cluster(arguments)
         searched = _searched(arguments.search)
         device = find(arguments.device, arguments.device_file)
+        device.need("memory_bytes")
         from stratagem_plan.script import PlannedScript
         from stratagem_plan.search import Explorer
         from stratagem_plan.variants import CannotBePlanned
@@ -129,13 +130,17 @@ def _advice(number: int, planned: Planned, best: list[Planned], limit: float) ->
     candidate = planned.candidate
     yield f"{number}. {', '.join(reasons(planned, best))}"
     if candidate.settings or candidate.micro_batch:
-        batch = f"  # batches of {planned.micro_batch}" if planned.micro_batch else ""
-        yield f"   {candidate.code}{batch}"
+        yield f"   {_code(planned)}" + f"  # batches of {planned.micro_batch}" * bool(candidate.micro_batch)
     else:
         yield f"   the script as it is: {planned.stack['strategy']}, {planned.stack['precision']}"
     part = f"{planned.peak / 1e9:,.1f} GB, {planned.peak / limit:.0%} of the memory"
     tight = "; tight, for what the allocator reserves" if planned.peak * RESERVED > limit else ""
     yield f"   {_time(planned.step_s)} a step; {part}{tight}"
+
+
+def _code(planned: Planned) -> str:
+    assert planned.tree
+    return planned.candidate.code("Trainer" if planned.tree["trainer"] else "Run")
 
 
 def reasons(planned: Planned, best: list[Planned]) -> Iterator[str]:
@@ -264,7 +269,7 @@ def _data(planned: Planned, limit: float) -> dict[str, Any]:
     candidate = planned.candidate
     return {
         "candidate": candidate.words,
-        "code": candidate.code,
+        "code": _code(planned),
         "settings": candidate.settings
         | ({"accumulate_grad_batches": candidate.accumulate} if candidate.accumulate else {}),
         "micro_batch": planned.micro_batch,

@@ -140,15 +140,14 @@ class Candidate:
             given["activation_checkpointing"] = CHECKPOINTING[self.checkpointing]
         return given
 
-    @property
-    def code(self) -> str:
-        """Return it as Python: the arguments of a Trainer."""
+    def code(self, name: str) -> str:
+        """Return it as Python: the arguments of a Trainer, or what `name` says."""
         given = dict(self.settings)
         if given.get("activation_checkpointing", 0) is None:
             del given["activation_checkpointing"]
         if self.accumulate:
             given["accumulate_grad_batches"] = self.accumulate
-        return f"Trainer({', '.join(f'{name}={_python(value)}' for name, value in given.items())})"
+        return f"{name}({', '.join(f'{name}={_python(value)}' for name, value in given.items())})"
 
     @property
     def words(self) -> str:

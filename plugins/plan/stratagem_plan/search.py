@@ -132,7 +132,7 @@ class Explorer:
     # --- What is planned of a layout -----------------------------------------------------------------------------
 
     def _of_layout(self, layout: Layout | None, precision: str | None) -> Search:
-        """Plan a layout with ever more checkpointing, until all samples of a step fit as one batch."""
+        """Plan a layout with ever more checkpointing, until the largest batch fits."""
         candidate = Candidate(layout=layout, precision=precision)
         sizes = self._sizes(candidate)
         if not sizes:
@@ -145,8 +145,8 @@ class Explorer:
                 return
             if best is None or best.error:
                 return
-            if best.micro_batch == sizes[-1] and best.peak <= self.limit:
-                why = "all samples of a step already fit as one batch without"
+            if best.peak <= self.limit and (len(sizes) == 1 or best.micro_batch == sizes[-1]):
+                why = "the largest batch already fits with less"
                 self.left_out.append((f"{candidate.words}, more checkpointing", why))
                 return
             if sum(each for name, each in _at_peak(best).items() if name in _STATES) > self.limit:
@@ -190,15 +190,20 @@ class Explorer:
             why = "by a closed formula, what is kept beside activations takes more than twice the memory"
             self.left_out.append((f"{candidate.words} ({states / 1e9:,.0f} GB)", why))
             return []
+        own = tree["inputs"]["samples"] // tree["accumulate"]
         sizes = divisors(self.samples // ranks)
-        if "micro_batch" in self.searched and tree["trainer"]:
+        if "micro_batch" in self.searched and self._resizes:
             return sizes
-        size = tree["inputs"]["samples"] // tree["accumulate"]
-        return [size if size in sizes else sizes[-1]]
+        return [own if own in sizes or not sizes else sizes[-1]]
+
+    @property
+    def _resizes(self) -> bool:
+        """Whether the size of batches can change: a loop of the user's decides itself what a step is."""
+        return bool(self.first["trainer"]) and self.samples > 0
 
     def _sized(self, candidate: Candidate, size: int) -> Candidate:
         """Return a candidate with batches of `size` samples, so many that a step has its samples."""
-        if not self.first["trainer"]:  # its own loop decides what a step is
+        if not self._resizes:
             return candidate
         ranks = candidate.layout.data_ranks if candidate.layout else self.first["data_ranks"]
         return evolve(candidate, micro_batch=size, accumulate=self.samples // ranks // size)
