@@ -42,6 +42,11 @@ class Planned:
         return self.step_s.expected if self.step_s else 0.0
 
     @property
+    def peak_phase(self) -> str:
+        """Return the phase of the step that needs most."""
+        return max(self.tree["classes"], key=lambda each: int(each["peak"]))["peak_phase"] if self.tree else ""
+
+    @property
     def stack(self) -> dict[str, str]:
         """Return the names of its strategy and precision."""
         return self.tree["stack"] if self.tree else {}
@@ -103,8 +108,9 @@ class Explorer:
         ways = self._searched(known)
         self._run(self._of_layout(way, kinds[0]) for way in ways)
         self._run(self._of_precision(best, other) for best in self._fastest() for other in kinds[1:])
-        fit = [each.candidate.layout for each in self.fitting]
-        self._run(self._of_layout(way, lowest) for way in ways if way not in fit for lowest in kinds[2:])
+        fit = {each.candidate.layout and each.candidate.layout.words for each in self.fitting}
+        others = [way for way in ways if (way and way.words) not in fit]
+        self._run(self._of_layout(way, lowest) for way in others for lowest in kinds[2:])
 
     def _fastest(self) -> list[Planned]:
         """Return the fastest candidates: of all, and of those that average gradients in every step."""
@@ -149,8 +155,8 @@ class Explorer:
                 why = "the largest batch already fits with less"
                 self.left_out.append((f"{candidate.words}, more checkpointing", why))
                 return
-            if sum(each for name, each in _at_peak(best).items() if name in _STATES) > self.limit:
-                why = "what is kept beside activations does not fit"
+            if best.peak > self.limit and best.peak_phase == "optimizer":
+                why = "the optimizer's step does not fit, which has no activations"
                 self.left_out.append((f"{candidate.words}, more checkpointing", why))
                 return
 
@@ -194,7 +200,7 @@ class Explorer:
         sizes = divisors(self.samples // ranks)
         if "micro_batch" in self.searched and self._resizes:
             return sizes
-        return [own if own in sizes or not sizes else sizes[-1]]
+        return [own if own in sizes else sizes[-1]] if sizes else [1]
 
     @property
     def _resizes(self) -> bool:
@@ -323,10 +329,3 @@ def _next(search: Search, answer: Planned) -> Candidate | None:
         return search.send(answer)
     except StopIteration:
         return None
-
-
-_STATES = ("parameters", "gradients", "optimizer")
-
-
-def _at_peak(planned: Planned) -> dict[str, int]:
-    return dict(planned.tree["classes"][0]["at_peak"]) if planned.tree else {}
