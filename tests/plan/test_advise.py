@@ -281,6 +281,7 @@ def test_the_front_has_what_is_smaller_or_more_exact_than_all_that_is_faster():
     slow = of(4, 190)
 
     assert front([slow, exact, smaller, like_it, fastest]) == [fastest, smaller, exact]
+    assert front([of(0.99, 120, "bf16-true"), fastest, smaller]) == [fastest, smaller]
 
 
 # --- Bad input ----------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def reasons(planned: Planned, best: list[Planned]) -> Iterator[str]:
 def _slower(one: Planned, other: Planned) -> str:
     """Return how much slower `one` is, and whether that is certain; "than" follows."""
     ratio = one.seconds / other.seconds
-    text = f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:,.3g} times slower"
+    text = f"{ratio:,.3g} times slower" if ratio > 2 else f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'}"
     return f"undecided, expected {text}" if _overlap(one, other) else text
 
 

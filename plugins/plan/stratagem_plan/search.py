@@ -20,6 +20,8 @@ from stratagem_plan.variants import CannotBePlanned, Variant, peak_of, plan_all
 
 #: What a candidate on the front needs less than all faster ones, unless its numerics are more exact.
 SMALLER = 0.9
+#: Times that differ less count as equal.
+AS_LONG = 1.02
 
 
 @frozen(kw_only=True)
@@ -284,7 +286,13 @@ def front(fitting: Iterable[Planned]) -> list[Planned]:
     for each in sorted(fitting, key=lambda planned: (planned.seconds, planned.peak)):
         if all(beats(each, faster) for faster in kept):
             kept.append(each)
-    return kept
+    return [each for each in kept if not any(_replaces(other, each) for other in kept)]
+
+
+def _replaces(other: Planned, planned: Planned) -> bool:
+    """Whether a candidate that takes about as long is smaller, with numerics that are as exact."""
+    is_smaller = other.peak <= SMALLER * planned.peak and other.numerics <= planned.numerics
+    return is_smaller and other.seconds <= AS_LONG * planned.seconds
 
 
 def beats(planned: Planned, faster: Planned) -> bool:
