@@ -192,7 +192,7 @@ def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
     assert names[False] >= {"the script as it is", "ddp", "ddp_sharded"}
     assert best["settings"]["accumulate_grad_batches"] * best["micro_batch"] == 8
     assert re.search(r"  ddp, batches of 1: does not fit, by 0\.0\d+ GB", said)
-    assert "ddp for 0.0021 billion parameters: does not fit here" in said
+    assert "ddp for 2,104,328 parameters: does not fit here" in said
 
 
 @pytest.mark.slow

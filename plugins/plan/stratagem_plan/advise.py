@@ -178,7 +178,8 @@ def guides(explorer: Explorer, best: list[Planned]) -> str:
     if explorer.script.devices * explorer.script.nodes == 1:
         return "their rules are about several devices"
     names = next(names for limit, names in GUIDES if numbers < limit)
-    rule = f"{' or '.join(names)} for {numbers / 1e9:,.2g} billion parameters"
+    size = f"{numbers / 1e9:,.2g} billion" if numbers >= 1e8 else f"{numbers:,}"
+    rule = f"{' or '.join(names)} for {size} parameters"
     chosen = [number for number, each in enumerate(best, start=1) if _name(each) in names]
     if chosen:
         return f"{rule}: {chosen[0]} does" + f", {_slower(best[chosen[0] - 1], best[0])} than 1" * (chosen[0] > 1)
