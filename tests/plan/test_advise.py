@@ -79,13 +79,6 @@ def planned(script, **changes):
 # --- Other settings and batches -----------------------------------------------------------------------------------------
 
 
-def test_options_of_a_replaced_strategy_are_replaced_with_it(tmp_path):
-    script = write(tmp_path, then="train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})")
-    tree = planned(script, settings={"strategy": "ddp", "precision": "bf16-mixed"})
-
-    assert tree["stack"] == {"strategy": "ddp", "precision": "bf16-mixed", "comm_hook": ""}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
@@ -102,15 +95,16 @@ def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
         assert parts[key] == whole[key]
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path):
     fsdp = "train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})"
-    script = write(tmp_path, then=fsdp, memory=100e6)
+    script = write(tmp_path, then=fsdp, memory=96.2e6)
     code, tree, said = command("plan", tmp_path, "--devices", "2", "--largest-micro-batch", str(script))
     assert code == 0, said
     size = tree["largest_micro_batch"]["size"]
     peaks = [peak_of(planned(script, micro_batch=each)) for each in (size, size + 1)]
 
-    assert peaks[0] <= 100e6 < peaks[1]
+    assert peaks[0] <= 96.2e6 < peaks[1]
     assert peaks == [tree["largest_micro_batch"][name] for name in ("peak", "peak_of_next")]
     assert f"largest micro-batch that fits: {size} samples" in said
 
@@ -138,19 +132,23 @@ def test_the_search_for_the_largest_batch_plans_few(sizes, first, peak, found, m
     assert len(set(asked)) == len(asked)
 
 
+@pytest.mark.slow
 def test_variants_are_planned_side_by_side_and_an_error_is_a_sentence(tmp_path):
-    script = write(tmp_path)
+    script = write(tmp_path, then="train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})")
     precisions = ("32-true", "16-mixd", "bf16-true")
-    scripts = [PlannedScript(script, devices=2, settings={"precision": each}) for each in precisions]
+    settings = [{"strategy": "ddp", "precision": each} for each in precisions]  # its options are replaced with it
+    scripts = [PlannedScript(script, devices=2, settings=each) for each in settings]
     found = dict(plan_all([Variant(script=each, device="h100-sxm-80gb") for each in scripts], quiet=True))
 
     assert [found[number]["stack"]["precision"] for number in (0, 2)] == ["32-true", "bf16-true"]
+    assert found[0]["stack"]["strategy"] == "ddp"
     assert "16-mixd" in found[1]
 
 
 # --- Averages between steps ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_average_of_replicas_counts_with_its_part_of_a_step(tmp_path):
     script = PlannedScript(write(tmp_path), devices=1, nodes=4)
     (outer,) = [each for each in layouts(1, 4) if each.name == "local_sgd"]
@@ -227,6 +225,8 @@ def test_the_code_to_paste_trains(advice):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.sweep(guard="tests/plan/test_advise.py::test_advice_is_what_fits_and_the_rest_is_told_by_how_much")
 def test_a_loop_of_ones_own_keeps_its_batches(tmp_path):
     loop = """
 def main(run):
@@ -257,6 +257,7 @@ def test_the_commands_of_the_page_are_right(line):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(guard="tests/plan/test_advise.py::test_the_commands_of_the_page_are_right")
 @pytest.mark.parametrize(
     ("name", "words", "numbers"), [("resnet.py", (), 25_557_032), ("gpt.py", ("2", "256", "1"), 17_963_520)]
 )
@@ -292,7 +293,6 @@ def test_the_front_has_what_is_smaller_or_more_exact_than_all_that_is_faster():
     [
         (["--search", "strategy,shards"], "train()", 1, ("--search has 'shards'", "did you mean 'shard'")),
         (["--search", "precision"], "print('done')", 3, ("has ended after 0 optimizer steps",)),
-        ([], "raise ValueError('mine')", 3, ("ended the script with ValueError: mine",)),
     ],
 )
 def test_what_cannot_be_advised_is_one_sentence(tmp_path, words, then, code, said):
