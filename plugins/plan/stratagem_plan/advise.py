@@ -182,14 +182,15 @@ def guides(explorer: Explorer, best: list[Planned]) -> str:
     rule = f"{' or '.join(names)} for {size} parameters"
     chosen = [number for number, each in enumerate(best, start=1) if _name(each) in names]
     if chosen:
-        return f"{rule}: {chosen[0]} does" + f", {_slower(best[chosen[0] - 1], best[0])} than 1" * (chosen[0] > 1)
+        slower = f", {_slower(best[chosen[0] - 1], best[0])} than 1" * (chosen[0] > 1)
+        return f"{rule}: as advice {chosen[0]}{slower}"
     theirs = [each for each in explorer.planned if each.tree and _name(each) in names]
     if not theirs:
         return f"{rule}: not planned here, see below"
     fitting = [each for each in theirs if each.peak <= explorer.limit]
     if not fitting:
         over = min(each.peak for each in theirs) - explorer.limit
-        return f"{rule}: does not fit here, by {over / 1e9:,.2g} GB"
+        return f"{rule}: does not fit here, by {_gigabytes(over)}"
     fastest = min(fitting, key=lambda each: each.seconds)
     number, better = _better(fastest, best)
     return f"{rule}: fits, {_slower(fastest, better)} than {number}, with {_memory(fastest, better)}"
@@ -218,7 +219,7 @@ def _others(explorer: Explorer, best: list[Planned]) -> Iterator[str]:
             continue
         if not fitting:
             least = min(group, key=lambda each: each.peak)
-            yield f"{least.candidate.words}: does not fit, by {(least.peak - explorer.limit) / 1e9:,.2g} GB"
+            yield f"{least.candidate.words}: does not fit, by {_gigabytes(least.peak - explorer.limit)}"
             continue
         each = min(fitting, key=lambda planned: planned.seconds)
         number, better = _better(each, best)
@@ -228,6 +229,11 @@ def _others(explorer: Explorer, best: list[Planned]) -> Iterator[str]:
 def _memory(one: Planned, other: Planned) -> str:
     part = one.peak / other.peak - 1
     return f"{abs(part):.0%} {'more' if part >= 0 else 'less'} memory"
+
+
+def _gigabytes(num_bytes: float) -> str:
+    amount = num_bytes / 1e9
+    return f"{amount:,.1f} GB" if amount >= 1 else f"{amount:.2g} GB"
 
 
 def _errors(explorer: Explorer) -> Iterator[str]:
