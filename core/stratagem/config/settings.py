@@ -151,7 +151,10 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
             for option, value in set_here.items():
                 options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, layer.text)
     for change in changes:
-        values.update(change(cls, values))
+        changed = change(cls, values)
+        for name in registry.arguments().keys() & changed.keys():
+            options.pop(registry.arguments()[name], None)  # they belong to what is replaced
+        values.update(changed)
     chosen = {name: values.pop(name) for name in added_arguments(cls) if name in values}
     settings = build(cls, {name: value for name, value in values.items() if name != "default_root_dir" or value}, "")
     for name in ("default_root_dir", "lock"):

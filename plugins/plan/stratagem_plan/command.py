@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
 
 from stratagem.api import Command
-from stratagem.errors import ConfigError, StratagemError
+from stratagem.errors import ConfigError
 from stratagem_plan import page
 from stratagem_plan.devices import find
 from stratagem_plan.plan_file import structure
+
+if TYPE_CHECKING:
+    from stratagem_plan.script import PlannedScript
 
 #: Exit codes beside 0, which says that the plan fits.
 DOES_NOT_FIT, CANNOT_BE_PLANNED = 2, 3
@@ -28,13 +30,12 @@ class PlanCommand(Command):
     help = "count what a script's training needs on devices that are not here: memory, messages, FLOPs"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--devices", type=int, default=1, help="devices of each node (default: 1)")
-        parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
-        parser.add_argument("--device", default="h100-sxm-80gb", help="their type (default: h100-sxm-80gb)")
-        parser.add_argument("--device-file", type=Path, help="TOML file with figures of the device")
+        add_cluster(parser)
         parser.add_argument(
             "--rank", type=int, action="append", help="plan this rank; again for several (default: one of each kind)"
         )
+        parser.add_argument("--micro-batch", type=int, metavar="N", help="samples of a batch; those of a step stay")
+        parser.add_argument("--largest-micro-batch", action="store_true", help="find the largest one that fits")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, for `stratagem simulate`")
         page.add_options(parser)
         parser.add_argument("script", type=Path, help="the training script, which runs unchanged for two steps")
@@ -43,13 +44,17 @@ class PlanCommand(Command):
     def run(self, arguments: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its fake process group warns
         from stratagem_plan.result import lines_of, misfit, verdict
+        from stratagem_plan.variants import CannotBePlanned
 
-        _check(arguments)
+        check_cluster(arguments)
+        for rank in arguments.rank or ():
+            if not 0 <= rank < arguments.devices * arguments.nodes:
+                raise ConfigError(f"--rank is {rank}", expected=f"0 to {arguments.devices * arguments.nodes - 1}")
         device = find(arguments.device, arguments.device_file)
         limit = device.memory_bytes
         try:
-            tree = _tree(arguments)
-        except StratagemError as error:
+            tree = _tree(arguments, limit)
+        except CannotBePlanned as error:
             print(f"stratagem: cannot be planned: {error}", file=sys.stderr)
             return CANNOT_BE_PLANNED
         if arguments.json:
@@ -63,46 +68,58 @@ class PlanCommand(Command):
         return DOES_NOT_FIT if misfit(tree, limit) else 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which cluster is planned for."""
+    parser.add_argument("--devices", type=int, default=1, help="devices of each node (default: 1)")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
+    parser.add_argument("--device", default="h100-sxm-80gb", help="their type (default: h100-sxm-80gb)")
+    parser.add_argument("--device-file", type=Path, help="TOML file with figures of the device")
+
+
+def check_cluster(arguments: argparse.Namespace) -> None:
+    """Refuse a cluster of no devices, and a script that does not exist."""
     for name in ("devices", "nodes"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}", expected="at least 1")
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
-    size = arguments.devices * arguments.nodes
-    for rank in arguments.rank or ():
-        if not 0 <= rank < size:
-            raise ConfigError(f"--rank is {rank}", expected=f"0 to {size - 1}")
 
 
-def _tree(arguments: argparse.Namespace) -> dict[str, Any]:
+def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
     """Return the plan of one rank of each class, or of the ranks that were named."""
-    from stratagem_plan.result import tree_of
+    from stratagem_plan.micro_batches import divided
     from stratagem_plan.script import PlannedScript
+    from stratagem_plan.variants import Variant, plan, plan_ranks
 
     script = PlannedScript(arguments.script, arguments.arguments, arguments.devices, arguments.nodes)
-    first, *others = arguments.rank or [0]
-    with contextlib.redirect_stdout(sys.stderr):  # what the script prints
-        planner = script.on(first)
-    tree = tree_of(script, arguments.device, planner)
-    if not arguments.rank:
-        others = [alike[0] for alike in planner.classes if first not in alike]
-    tree["classes"] += [each for rank in others for each in _in_a_process(arguments, rank)["classes"]]
+    if arguments.micro_batch is not None:
+        samples = plan(Variant(script=script, device=arguments.device))["inputs"]["samples"]
+        script = divided(script, samples, arguments.micro_batch)
+    tree = plan_ranks(Variant(script=script, device=arguments.device), arguments.rank)
+    if arguments.largest_micro_batch:
+        if limit is None:
+            raise ConfigError(f"the memory of {arguments.device} is not known", do="pass --device-file with it")
+        tree["largest_micro_batch"] = _largest(script, arguments.device, tree, limit)
     return tree
 
 
-def _in_a_process(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """Return the plan of `rank`, from another process: this one has been a rank."""
-    with tempfile.TemporaryDirectory(prefix="stratagem-plan-") as folder:
-        path = Path(folder) / "plan.json"
-        options = {
-            "rank": rank, "devices": arguments.devices, "nodes": arguments.nodes, "device": arguments.device,
-            "device-file": arguments.device_file, "json": path,
-        }  # fmt: skip
-        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "stratagem", "plan", *words, str(arguments.script), *arguments.arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not path.is_file():
-            raise StratagemError(f"rank {rank}: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
-        tree: dict[str, Any] = json.loads(path.read_text())
-        return tree
+def _largest(script: PlannedScript, device: str, tree: dict[str, Any], limit: float) -> dict[str, Any]:
+    """Return the largest micro-batch with which all ranks of `tree` fit, as data; `accumulate` of the plan stays."""
+    from stratagem_plan.micro_batches import MOST, largest
+    from stratagem_plan.variants import Variant, peak_of, plan_ranks
+
+    batches, ranks = tree["accumulate"], [each["rank"] for each in tree["classes"]]
+    own = tree["inputs"]["samples"] // batches
+    peaks = {own: peak_of(tree)}
+    base = sum(tree["classes"][0]["at_peak"][name] for name in ("parameters", "optimizer", "libraries"))
+    search = largest(range(1, MOST), limit, own - 1, base)
+    try:
+        size = next(search)
+        while True:
+            if size not in peaks:
+                sized = evolve(script, micro_batch=size, accumulate=batches)
+                peaks[size] = peak_of(plan_ranks(Variant(script=sized, device=device), ranks))
+            size = search.send(peaks[size])
+    except StopIteration as end:
+        best: int | None = end.value
+    return {"size": best or 0, "peak": peaks.get(best or 0), "peak_of_next": peaks.get((best or 0) + 1)}

@@ -181,6 +181,16 @@ class StepCounter(TorchDispatchMode):
         self.sent.clear()
         self.peak = self._peak()
 
+    def counted(self) -> tuple[Count[Any], Count[Any]]:
+        """Return a copy of the work and the messages so far."""
+        return +self.work, +self.sent
+
+    def repeat(self, since: tuple[Count[Any], Count[Any]], times: int) -> None:
+        """Count what came after `since` so many times."""
+        for now, before in zip((self.work, self.sent), since, strict=True):
+            for key, count in (now - before).items():
+                now[key] += count * (times - 1)
+
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """Count in `phase`."""

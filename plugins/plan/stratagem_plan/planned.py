@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -177,16 +177,24 @@ class Planner(Plugin):
 
     #: Optimizer steps; the last one is the one that is told.
     num_steps: int = 2
+    #: Samples to give each batch; None leaves batches as they come.
+    micro_batch: int | None = None
+    #: How often the second batch of a step counts: a step of many batches is told from one of three.
+    repeats: int = 1
     counter: StepCounter = field(init=False, factory=lambda: StepCounter(NAME))
     fake: FakeTensorMode = field(init=False, factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     #: The run, once it has a model.
     run: Any = field(init=False, default=None)
+    #: Numbers in the model's parameters, before the strategy divides them.
+    numbers: int = field(init=False, default=0)
     #: Bytes by category at the end of each step.
     ends: list[dict[str, int]] = field(init=False, factory=list)
     #: Batches, samples and whole numbers of the step that is told, of this rank.
     inputs: dict[str, int] = field(init=False, factory=dict)
     #: All ranks, in groups that do the same.
     classes: Sequence[Sequence[int]] = field(init=False, default=((0,),))
+    #: Work, messages and inputs of a step after its first batch.
+    _first: tuple[Any, dict[str, int]] = field(init=False, factory=lambda: ((), {}))
     _modes: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
 
     def _begin(self) -> None:
@@ -216,6 +224,7 @@ class Planner(Plugin):
         self.run = run
         user = module.get_submodule("module")
         self.counter.modules.names |= {id(each): name for name, each in user.named_modules()}
+        self.numbers = sum(parameter.numel() for parameter in module.parameters())
         with self.counter.within("wrap"):
             model = yield
         for tensor in (*model.parameters(), *model.buffers()):
@@ -236,9 +245,14 @@ class Planner(Plugin):
 
     @hookimpl(wrapper=True)
     def transfer_batch(self, batch: Any) -> Generator[None, Any, Any]:
-        tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
-        whole = [each.numel() for each in tensors if not each.is_floating_point()]
+        tensors = list(_tensors(batch))
         samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
+        if self.micro_batch is not None:
+            for each in tensors:
+                if each.dim() and len(each) == samples:  # in place: a hook cannot give its caller another batch
+                    each.data = each[torch.arange(self.micro_batch) % samples]
+            samples = self.micro_batch
+        whole = [each.numel() for each in tensors if not each.is_floating_point()]
         for name, count in (("batches", 1), ("samples", samples), ("tokens", max(whole, default=0))):
             self.inputs[name] = self.inputs.get(name, 0) + count
         return (yield)
@@ -250,6 +264,12 @@ class Planner(Plugin):
     @contextlib.contextmanager
     def _step(self, stage: str) -> Iterator[None]:
         yield
+        if self.inputs.get("batches") == 1:
+            self._first = self.counter.counted(), dict(self.inputs)
+        elif self.inputs.get("batches") == 2 and self.repeats > 1:
+            self.counter.repeat(self._first[0], self.repeats)
+            for name, count in self._first[1].items():
+                self.inputs[name] += (self.inputs[name] - count) * (self.repeats - 1)
         if self.run.manual and stage == "train":  # it may step several optimizers, several times
             self._end_step()
 
@@ -285,3 +305,12 @@ class Planner(Plugin):
         if len(self.ends) == self.num_steps - 1:
             self.counter.forget()
             self.inputs = {}
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of `batch`, also those in mappings of other libraries."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors(list(leaf.values()))

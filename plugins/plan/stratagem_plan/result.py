@@ -58,9 +58,12 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
             "comm_hook": ", ".join(choice.name for choice in run.stack.comm_hooks),
         },
         "mesh": dict(run.mesh.axes),
+        "model": {"parameters": planner.numbers},
+        "trainer": run.settings.for_trainer,
         "inputs": {"samples": inputs.get("samples", 0), "tokens": inputs.get("tokens", 0)},
         "data_ranks": run.mesh.num_data_shards,
         "accumulate": inputs.get("batches", 1),
+        "first_ranks": [alike[0] for alike in planner.classes],
         "classes": [_class_of(script, planner)],
         "assumptions": assumptions,
     }  # fmt: skip
@@ -139,9 +142,20 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
         yield from _memory(each, limit)
         yield from _traffic(each)
         yield f"  {each['flops']:.4g} FLOP a step"
+    if found := tree.get("largest_micro_batch"):
+        yield ""
+        yield _largest(found)
     yield ""
     yield "assumed:"
     yield from (f"  {each}" for each in tree["assumptions"])
+
+
+def _largest(found: dict[str, Any]) -> str:
+    if not found["size"]:
+        return f"no micro-batch fits: one sample needs {found['peak_of_next']:,} bytes"
+    more = found["peak_of_next"]
+    text = f"largest micro-batch that fits: {found['size']:,} samples, {found['peak']:,} bytes"
+    return f"{text}; one more needs {more:,}" if more else text
 
 
 def _mesh(axes: dict[str, int]) -> str:

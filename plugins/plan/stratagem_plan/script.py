@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from stratagem.api.options import as_list, changes
@@ -32,6 +32,8 @@ from stratagem_plan.planned import (
 
 #: Names plugins that a process is not to use.
 DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
+#: A step of more batches is planned with so many: the first, one that counts for all between, and the last.
+_BATCHES = 3
 #: Plugins that talk to other processes, write files, or say how training ended.
 _LEFT_OUT = ("peer_diagnosis", "report", "ending", "interruption", "hints")
 
@@ -46,6 +48,12 @@ class PlannedScript:
     devices: int = 1
     nodes: int = 1
     num_steps: int = 2
+    #: Arguments of the script's Trainer, or Run, that the plan replaces.
+    settings: Mapping[str, Any] = field(factory=dict)
+    #: Samples of a batch; None for as many as the script reads.
+    micro_batch: int | None = None
+    #: Batches of a step of a Trainer; None for as many as the script accumulates.
+    accumulate: int | None = None
 
     def on(self, rank: int) -> Planner:
         """Run the script as `rank`; return what was counted. Once in a process: torch keeps what a script registers.
@@ -58,7 +66,8 @@ class PlannedScript:
             world_size=self.devices * self.nodes, local_world_size=self.devices, num_nodes=self.nodes,
             store_hosted=True,
         )  # fmt: skip
-        planner = Planner(num_steps=self.num_steps)
+        repeats = max(1, (self.accumulate or 1) - (_BATCHES - 1))
+        planner = Planner(num_steps=self.num_steps, micro_batch=self.micro_batch, repeats=repeats)
         operators.register()
         try:
             with (
@@ -117,8 +126,11 @@ class PlannedScript:
                     "num_nodes": self.nodes, "environment": PlannedEnvironment(world=world),
                     "plugins": [*as_list(given.get("plugins", ())), planner], "default_root_dir": Path(folder),
                 }  # fmt: skip
+                values |= self.settings
                 if not cls.for_trainer:
                     return values
+                if self.accumulate is not None:
+                    values["accumulate_grad_batches"] = min(self.accumulate, _BATCHES)
                 callbacks = [each for each in as_list(given.get("callbacks") or ()) if not _saves(each)]
                 return values | _QUIET | {"callbacks": callbacks}
 

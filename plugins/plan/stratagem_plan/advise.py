@@ -1,0 +1,287 @@
+"""``stratagem advise``: which strategy, precision, batch and checkpointing to train a script with, from its plans."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
+
+from stratagem.api import Command
+from stratagem.errors import ConfigError, nearest
+from stratagem_plan.command import CANNOT_BE_PLANNED, DOES_NOT_FIT, add_cluster, check_cluster
+from stratagem_plan.devices import find
+
+if TYPE_CHECKING:
+    from stratagem_plan.cost import Interval
+    from stratagem_plan.search import Explorer, Planned
+
+#: The strategies that guides name for models of fewer parameters than this.
+GUIDES = ((1e9, ("ddp",)), (7e9, ("ddp", "fsdp")), (70e9, ("fsdp",)), (math.inf, ("fsdp", "parallel")))
+#: What the allocator of a GPU reserved, relative to what was allocated, at worst.
+RESERVED = 1.33
+
+
+class Advise(Command):
+    """The command ``stratagem advise``."""
+
+    help = "search strategy, precision, batch and checkpointing for a script on devices that are not here"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_cluster(parser)
+        parser.add_argument("--search", metavar="WORDS", help="what may change, of: " + ",".join(_words()))
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+        parser.add_argument("script", type=Path, help="the training script, which runs unchanged for two steps")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's fake process group warns
+        check_cluster(arguments)
+        searched = _searched(arguments.search)
+        device = find(arguments.device, arguments.device_file)
+        device.need("memory_bytes")
+        from stratagem_plan.script import PlannedScript
+        from stratagem_plan.search import Explorer
+        from stratagem_plan.variants import CannotBePlanned
+
+        script = PlannedScript(arguments.script, arguments.arguments, arguments.devices, arguments.nodes)
+        explorer = Explorer(script=script, device=device, searched=searched)
+        try:
+            explorer.explore()
+        except CannotBePlanned as error:
+            print(f"stratagem: cannot be planned: {error}", file=sys.stderr)
+            return CANNOT_BE_PLANNED
+        print("\n".join(lines_of(explorer)))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(tree_of(explorer), indent=1) + "\n")
+        return 0 if explorer.fitting else DOES_NOT_FIT
+
+
+def _words() -> tuple[str, ...]:
+    from stratagem_plan.candidates import SEARCH
+
+    return SEARCH
+
+
+def _searched(text: str | None) -> frozenset[str]:
+    known = _words()
+    words = known if text is None else [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise ConfigError(f"--search has {word!r}", expected=", ".join(known), do=nearest(word, known))
+    return frozenset(words)
+
+
+# --- Text --------------------------------------------------------------------------------------------------------
+
+
+def lines_of(explorer: Explorer) -> Iterator[str]:
+    """Yield the advice as lines of text."""
+    from stratagem_plan.search import front
+
+    script, first, device = explorer.script, explorer.first, explorer.device
+    yield " ".join([str(script.path), *script.arguments])
+    yield (
+        f"{first['model']['parameters']:,} parameters, {explorer.samples:,} samples a step; "
+        f"{script.devices * script.nodes:,} x {device.name} (nodes: {script.nodes}, of {script.devices}), "
+        f"{explorer.limit / 1e9:,.1f} GB each"
+    )
+    best = front(explorer.fitting)
+    for number, each in enumerate(best, start=1):
+        yield ""
+        yield from _advice(number, each, best, explorer.limit)
+    if not best:
+        yield ""
+        yield "nothing that was planned fits"
+    yield ""
+    yield "what guides say"
+    yield f"  {guides(explorer, best)}"
+    for title, lines in (("not chosen", _others(explorer, best)), ("cannot be planned", _errors(explorer))):
+        found = list(lines)
+        if found:
+            yield ""
+            yield title
+            yield from (f"  {line}" for line in found)
+    if explorer.left_out:
+        yield ""
+        yield "not planned"
+        for reason in dict.fromkeys(why for _, why in explorer.left_out):
+            yield f"  {reason}: {'; '.join(words for words, why in explorer.left_out if why == reason)}"
+    yield ""
+    yield "how certain"
+    yield from (f"  {line}" for line in _CERTAINTY)
+
+
+_CERTAINTY = (
+    "Memory was within 0.25 % of an H200's counter in 13 trainings; what the allocator reserves is 2 to 33 % more.",
+    "Times are expected (low to high). Where two intervals overlap, it is undecided which one is faster: measure both.",
+    "Other precisions were planned for the fastest candidates of the first one, lower ones also for what did not fit.",
+)
+
+
+def _advice(number: int, planned: Planned, best: list[Planned], limit: float) -> Iterator[str]:
+    assert planned.step_s
+    candidate = planned.candidate
+    yield f"{number}. {', '.join(reasons(planned, best))}"
+    if candidate.settings or candidate.micro_batch:
+        yield f"   {_code(planned)}" + f"  # batches of {planned.micro_batch}" * bool(candidate.micro_batch)
+    else:
+        yield f"   the script as it is: {planned.stack['strategy']}, {planned.stack['precision']}"
+    part = f"{planned.peak / 1e9:,.1f} GB, {planned.peak / limit:.0%} of the memory"
+    tight = "; tight, for what the allocator reserves" if planned.peak * RESERVED > limit else ""
+    yield f"   {_time(planned.step_s)} a step; {part}{tight}"
+
+
+def _code(planned: Planned) -> str:
+    assert planned.tree
+    return planned.candidate.code("Trainer" if planned.tree["trainer"] else "Run")
+
+
+def reasons(planned: Planned, best: list[Planned]) -> Iterator[str]:
+    """Yield why a candidate is advised: against the fastest, and against all faster ones."""
+    from stratagem_plan.candidates import WORDS
+
+    position = best.index(planned)
+    faster = best[:position]
+    yield f"{_slower(planned, best[0])} than 1" if faster else "the fastest"
+    as_exact = [each for each in faster if each.numerics <= planned.numerics]
+    if as_exact:
+        least = min(as_exact, key=lambda each: each.peak)
+        yield f"{_memory(planned, least)} than {best.index(least) + 1}"
+    if planned.numerics < min((each.numerics for each in faster), default=len(WORDS)):
+        yield f"numerics: {WORDS[planned.numerics]}"
+
+
+def _slower(one: Planned, other: Planned) -> str:
+    """Return how much slower `one` is, and whether that is certain; "than" follows."""
+    ratio = one.seconds / other.seconds
+    text = f"{ratio:,.3g} times slower" if ratio > 2 else f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'}"
+    return f"undecided, expected {text}" if _overlap(one, other) else text
+
+
+def _overlap(one: Planned, other: Planned) -> bool:
+    """Whether the intervals of two times have a part in common."""
+    assert one.step_s
+    assert other.step_s
+    return one.step_s.low <= other.step_s.high and other.step_s.low <= one.step_s.high
+
+
+def guides(explorer: Explorer, best: list[Planned]) -> str:
+    """Return what guides say about a model of this size, and why the fastest candidate is another one, if it is."""
+    numbers = explorer.first["model"]["parameters"]
+    if explorer.script.devices * explorer.script.nodes == 1:
+        return "their rules are about several devices"
+    names = next(names for limit, names in GUIDES if numbers < limit)
+    size = f"{numbers / 1e9:,.2g} billion" if numbers >= 1e8 else f"{numbers:,}"
+    rule = f"{' or '.join(names)} for {size} parameters"
+    chosen = [number for number, each in enumerate(best, start=1) if _name(each) in names]
+    if chosen:
+        slower = f", {_slower(best[chosen[0] - 1], best[0])} than 1" * (chosen[0] > 1)
+        return f"{rule}: as advice {chosen[0]}{slower}"
+    theirs = [each for each in explorer.planned if each.tree and _name(each) in names]
+    if not theirs:
+        return f"{rule}: not planned here, see below"
+    fitting = [each for each in theirs if each.peak <= explorer.limit]
+    if not fitting:
+        over = min(each.peak for each in theirs) - explorer.limit
+        return f"{rule}: does not fit here, by {_gigabytes(over)}"
+    fastest = min(fitting, key=lambda each: each.seconds)
+    number, better = _better(fastest, best)
+    return f"{rule}: fits, {_slower(fastest, better)} than {number}, with {_memory(fastest, better)}"
+
+
+def _better(planned: Planned, best: list[Planned]) -> tuple[int, Planned]:
+    """Return the number of the advice because of which a candidate is not on the front, and that advice."""
+    from stratagem_plan.search import beats
+
+    return next((number, each) for number, each in enumerate(best, start=1) if not beats(planned, each))
+
+
+def _name(planned: Planned) -> str:
+    return planned.stack["strategy"].split(", ")[0]
+
+
+def _others(explorer: Explorer, best: list[Planned]) -> Iterator[str]:
+    """Yield why each other candidate is not advised; of one that fits with some size of batches, only the fastest."""
+    groups: dict[str, list[Planned]] = {}
+    for each in explorer.planned:
+        if each.tree:
+            groups.setdefault(each.candidate.without_batches, []).append(each)
+    for group in groups.values():
+        fitting = [each for each in group if each.peak <= explorer.limit]
+        if any(each in best for each in fitting):
+            continue
+        if not fitting:
+            least = min(group, key=lambda each: each.peak)
+            yield f"{least.candidate.words}: does not fit, by {_gigabytes(least.peak - explorer.limit)}"
+            continue
+        each = min(fitting, key=lambda planned: planned.seconds)
+        number, better = _better(each, best)
+        yield f"{each.candidate.words}: {_slower(each, better)} than {number}, with {_memory(each, better)}"
+
+
+def _memory(one: Planned, other: Planned) -> str:
+    part = one.peak / other.peak - 1
+    return f"{abs(part):.0%} {'more' if part >= 0 else 'less'} memory"
+
+
+def _gigabytes(num_bytes: float) -> str:
+    amount = num_bytes / 1e9
+    return f"{amount:,.1f} GB" if amount >= 1 else f"{amount:.2g} GB"
+
+
+def _errors(explorer: Explorer) -> Iterator[str]:
+    for each in explorer.planned:
+        if each.error:
+            yield f"{each.candidate.words}: {each.error}"
+
+
+def _time(step_s: Interval) -> str:
+    value, unit = (step_s.times(1e3), "ms") if step_s.expected < 1 else (step_s, "s")
+    return f"{value.expected:,.3g} {unit} ({value.low:,.3g} to {value.high:,.3g})"
+
+
+# --- JSON --------------------------------------------------------------------------------------------------------
+
+
+def tree_of(explorer: Explorer) -> dict[str, Any]:
+    """Return the advice as data."""
+    from stratagem_plan.search import front
+
+    best = front(explorer.fitting)
+    return {
+        "script": " ".join([str(explorer.script.path), *explorer.script.arguments]),
+        "device": explorer.device.name,
+        "memory_bytes": explorer.limit,
+        "parameters": explorer.first["model"]["parameters"],
+        "samples": explorer.samples,
+        "advice": [_data(each, explorer.limit) | {"reasons": list(reasons(each, best))} for each in best],
+        "guides": guides(explorer, best),
+        "planned": [_data(each, explorer.limit) for each in explorer.planned if each.tree],
+        "cannot_be_planned": [
+            {"candidate": each.candidate.words, "error": each.error} for each in explorer.planned if each.error
+        ],
+        "not_planned": [{"candidate": words, "why": why} for words, why in explorer.left_out],
+    }
+
+
+def _data(planned: Planned, limit: float) -> dict[str, Any]:
+    assert planned.step_s
+    candidate = planned.candidate
+    return {
+        "candidate": candidate.words,
+        "code": _code(planned),
+        "settings": candidate.settings
+        | ({"accumulate_grad_batches": candidate.accumulate} if candidate.accumulate else {}),
+        "micro_batch": planned.micro_batch,
+        "peak": planned.peak,
+        "fits": planned.peak <= limit,
+        "step_s": asdict(planned.step_s),
+        "numerics": planned.numerics,
+    }
