@@ -185,21 +185,16 @@ class Pipeline:
         activations of fewer micro-batches in later ones.
         """
         assert self.outline is not None, "it is a plan"
+        same, ends = self.outline.same_stages, {self.runner.first_rank, self.runner.last_rank}
         stages = [[each for each, rank in enumerate(self.runner.ranks) if rank == at] for at in range(self.ranks)]
-        groups: list[list[int]] = []
-        for at, mine in enumerate(stages):
-            is_end = at in (self.runner.first_rank, self.runner.last_rank)
-            alike = None if is_end else next((each for each in groups if self._are_alike(stages[each[0]], mine)), None)
+        between: list[list[int]] = []
+        for at in sorted({*range(self.ranks)} - ends):
+            alike = next((each for each in between if all(map(same, stages[each[0]], stages[at]))), None)
             if alike is None:
-                groups.append([at])
+                between.append([at])
             else:
                 alike.append(at)
-        return groups
-
-    def _are_alike(self, some: list[int], others: list[int]) -> bool:
-        assert self.outline is not None, "it is a plan"
-        is_end = bool({0, len(self.cut.stages) - 1} & {*some})
-        return not is_end and all(self.outline.same_stages(*pair) for pair in zip(some, others, strict=True))
+        return sorted([*([at] for at in ends), *between])
 
     def close(self) -> None:
         """Let the pipelined module have its own forward again."""

@@ -100,7 +100,7 @@ class StageRunner:
             if here:
                 value, form = self._first_output(stage, value)
             else:
-                form = self._form_elsewhere(stage, forms[-1] if forms else self._whole(value))
+                form = self._form_elsewhere(stage, value, forms)
             forms.append(self._told(form, stage))
         if not tell_all:
             return value
@@ -131,9 +131,11 @@ class StageRunner:
         except Exception as error:  # noqa: BLE001 - raised again on all ranks
             return None, error
 
-    def _form_elsewhere(self, stage: int, given: Any) -> Form | None:
+    def _form_elsewhere(self, stage: int, value: Any, forms: list[Form]) -> Form | None:
         """Return the form of the output of another rank's `stage` in a plan, in which that rank does not tell it."""
-        return None if self._outline is None else self._outline.form_after(stage, given)
+        if self._outline is None:
+            return None
+        return self._outline.form_after(stage, forms[-1] if stage else self._whole(value))
 
     def _told(self, form: Form | BaseException | None, stage: int) -> Form:
         """Return the form of the output of `stage`, which its rank gives; raise its error on all ranks. Collective."""
