@@ -187,7 +187,6 @@ def test_what_cannot_be_planned_is_one_sentence(tmp_path, text, options, code, w
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("deepspeed_stage_2", "trains with DeepSpeed's engine, which computes with values"),
         (
             {"name": "parallel", "tensor": 2, "plan": "auto"},
             "strategy.parallel.tensor is 2, and what it divides needs values",

@@ -1,6 +1,7 @@
 """A training script as users write it: python train_gpt.py '{"layers": 2, "strategy": "ddp"}'.
 
-With "count_to", each rank writes there what it sent in its steps.
+With "count_to", each rank writes there what it sent in its steps; with "counted", rank 0 writes to that file what
+`stratagem_plan.counter` counts in its last step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import stratagem as sg
 
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
-    "strategy": "ddp", "devices": 1, "recompute": False, "count_to": None, "options": {},
+    "strategy": "ddp", "devices": 1, "recompute": False, "count_to": None, "options": {}, "counted": None,
 } | json.loads(sys.argv[1])  # fmt: skip
 
 
@@ -77,12 +78,17 @@ class Count(sg.Callback):
         Path(given["count_to"], f"{run.rank}-{batch_idx}.json").write_text(json.dumps(told))
 
 
+plugins = []
+if given["counted"]:
+    from counted import Counted
+
+    plugins.append(Counted(file=given["counted"]))
 strategy = given["strategy"]
 if isinstance(strategy, dict) and strategy.get("auto_wrap_policy"):
     strategy = strategy | {"auto_wrap_policy": {Block}}
 trainer = sg.Trainer(
     strategy=strategy, devices=given["devices"], precision=given["precision"], max_steps=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, callbacks=[Count()] if given["count_to"] else [],
-    activation_checkpointing=[Block] if given["recompute"] else None, **given["options"],
+    plugins=plugins, activation_checkpointing=[Block] if given["recompute"] else None, **given["options"],
 )  # fmt: skip
 trainer.fit(GPT(), torch.utils.data.DataLoader(Words(), batch_size=given["micro"]))

@@ -1,0 +1,36 @@
+"""A plugin that counts a run with values as a plan is counted: with the same counter and the same hooks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from attrs import define, field
+
+from stratagem_plan.counter import StepCounter, counting_resizes
+from stratagem_plan.planned import Planner
+
+
+@define(eq=False, kw_only=True)
+class Counted(Planner):
+    """Writes what the last step of rank 0 on the CPU has allocated and sent to a file."""
+
+    file: Path = field(converter=Path)
+    counter: StepCounter = field(init=False, factory=lambda: StepCounter("cpu"))
+
+    def _begin(self) -> None:
+        if self.run is None:
+            self._modes.enter_context(counting_resizes(self.counter))
+            self._modes.enter_context(self.counter)
+
+    def _end_step(self) -> None:
+        self.ends.append(+self.counter.now)
+        if len(self.ends) < self.num_steps:
+            self.counter.forget()
+            return
+        self._modes.close()
+        if self.run.is_global_zero:
+            peak = self.counter.peak
+            sent = [[*key, calls] for key, calls in sorted(self.counter.sent.items())]
+            told = {"peak": peak.total, "at_peak": peak.by, "phase": peak.phase, "end": self.ends[-1], "sent": sent}
+            self.file.write_text(json.dumps(told))
