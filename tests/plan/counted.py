@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 from attrs import define, field
+from torch.distributed import Work
 
 from stratagem_plan.counter import StepCounter, counting_resizes
 from stratagem_plan.planned import Planner
@@ -19,9 +21,16 @@ class Counted(Planner):
     counter: StepCounter = field(init=False, factory=lambda: StepCounter("cpu"))
 
     def _begin(self) -> None:
-        if self.run is None:
-            self._modes.enter_context(counting_resizes(self.counter))
-            self._modes.enter_context(self.counter)
+        if self.run is not None:
+            return
+        wait = Work.wait
+
+        def waited(*arguments):
+            with self.counter.quiet():  # gloo reduces and scatters a copy of its own
+                return wait(*arguments)
+
+        for context in (mock.patch.object(Work, "wait", waited), counting_resizes(self.counter), self.counter):
+            self._modes.enter_context(context)
 
     def _end_step(self) -> None:
         self.ends.append(+self.counter.now)

@@ -27,9 +27,10 @@ def zero(**options):
     return {"zero_optimization": options}
 
 
-def strategy(stage, **options):
+def strategy(stage, precision="32-true", **options):
     options = {"stage": stage, "overlap_comm": False} | BUCKETS | (STAGE_3 if stage == 3 else {}) | options
-    return {"name": "deepspeed", "config": zero(**options)}
+    scale = {"loss_scale": 1.0} if precision == "16-mixed" else {}  # a run skips steps until it has found one
+    return {"name": "deepspeed", "config": zero(**options)} | scale
 
 
 def planned(folder, script, **given):
@@ -94,13 +95,12 @@ def large(name, stage, **given):
 )
 def test_a_plan_sends_and_holds_what_a_run_does(tmp_path, name, stage, given):
     given = dict(given)
-    given["strategy"] = strategy(stage, **given.pop("zero", {}))
+    given["strategy"] = strategy(stage, given.get("precision"), **given.pop("zero", {}))
     peak, sent = planned(tmp_path, f"train_{name}.py", **given)
     real_peak, real_sent = counted(tmp_path, f"train_{name}.py", **given)
 
     assert sent == real_sent
-    # Gloo keeps the messages of stage 3 a moment longer than a plan's group, which sends at once.
-    assert peak == pytest.approx(real_peak, rel=0.02 if (name, stage) == ("gpt", 3) else 0.002)
+    assert peak == pytest.approx(real_peak, rel=0.002)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_what_is_offloaded_is_not_on_the_device(tmp_path, stage, precision):
     offload = {"offload_optimizer": {"device": "cpu"}}
     if stage == 3:
         offload["offload_param"] = {"device": "cpu"}
-    given = {"strategy": strategy(stage, **offload), "precision": precision}
+    given = {"strategy": strategy(stage, precision, **offload), "precision": precision}
     _, sent = planned(tmp_path, "train_mlp.py", **given)
     _, real_sent = counted(tmp_path, "train_mlp.py", **given)
     _, tree, _ = plan(tmp_path, "--devices", 2, script=HERE / "train_mlp.py", **given)
@@ -153,6 +153,11 @@ def test_what_is_offloaded_is_not_on_the_device(tmp_path, stage, precision):
         (
             {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"},
             ("strategy.deepspeed.offload_params_device is 'nvme'", "'cpu'"),
+        ),
+        ({"partition_activations": True}, ("strategy.deepspeed.partition_activations is True",)),
+        (
+            {"config": {"activation_checkpointing": {"partition_activations": True}}},
+            ("activation_checkpointing.partition_activations of", "is True"),
         ),
     ],
 )

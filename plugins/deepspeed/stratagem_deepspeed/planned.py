@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from stratagem_deepspeed.options import DeepSpeedOptions
 
 #: Keys of zero_optimization for which DeepSpeed has kernels that return tensors, or threads that step.
-_UNPLANNED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zenflow")
+_ZERO = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zenflow")
+#: Options of ``deepspeed.checkpointing`` that write to tensors through their memory.
+_LAYERS = ("partition_activations", "contiguous_memory_optimization")
 
 
 def check(options: DeepSpeedOptions) -> None:
@@ -37,15 +39,24 @@ def check(options: DeepSpeedOptions) -> None:
     Raises:
         ConfigError: an option asks for it.
     """
-    zero = options.zero
-    found = {f"{name}.device": device_of(zero, name) for name in ("offload_optimizer", "offload_param")}
-    on_disk = {key: device for key, device in found.items() if device == "nvme"}
-    unplanned = {key: zero[key] for key in _UNPLANNED if zero.get(key)}
-    for key, value in (on_disk | unplanned).items():
-        raise ConfigError(
-            f"{options.called(key)} is {value!r}, which cannot be planned",
-            expected="'cpu', which leaves the same on the device" if key in on_disk else "a plan without it",
-        )
+    zero, config = options.zero, options.user_config
+    for section in ("offload_optimizer", "offload_param"):
+        if device_of(zero, section) == "nvme":
+            _refuse(options.called(f"{section}.device"), "nvme", "'cpu', which leaves the same on the device")
+    for key in _ZERO:
+        if zero.get(key):
+            _refuse(options.called(key), zero[key])
+    for key in _LAYERS:
+        value = getattr(options, key) if config is None else config.get("activation_checkpointing", {}).get(key)
+        if value:
+            place = (
+                f"strategy.deepspeed.{key}" if config is None else f"activation_checkpointing.{key} of {options.origin}"
+            )
+            _refuse(place, value)
+
+
+def _refuse(name: str, value: Any, expected: str = "a plan without it") -> None:
+    raise ConfigError(f"{name} is {value!r}, which cannot be planned", expected=expected)
 
 
 @contextlib.contextmanager
