@@ -33,22 +33,22 @@ def strategy(stage, precision="32-true", **options):
     return {"name": "deepspeed", "config": zero(**options)} | scale
 
 
-def planned(folder, script, **given):
-    """Return the bytes of a plan's peak, and calls and bytes of each of its collectives."""
-    code, tree, said = plan(folder, "--devices", 2, script=HERE / script, **given)
+def planned(folder, script, devices=2, **given):
+    """Return the bytes of a plan's peak, and calls of each of its collectives by phase, ranks and bytes."""
+    code, tree, said = plan(folder, "--devices", devices, script=HERE / script, **given)
     assert code == 0, said
     (ranks,) = tree["classes"]
     sent = {}
     for each in ranks["collectives"]:
-        key = each["phase"], each["op"], each["payload"]
+        key = each["phase"], each["op"], each["ranks"], each["payload"]
         sent[key] = sent.get(key, 0) + each["calls"]
     return sum(ranks["at_peak"].values()) - ranks["at_peak"]["libraries"], sent
 
 
-def counted(folder, script, **given):
-    """Return the same of the second step of two real processes, of rank 0."""
+def counted(folder, script, devices=2, **given):
+    """Return the same of the second step of real processes, of rank 0."""
     file = folder / "counted.json"
-    given |= {"devices": 2, "counted": str(file)}
+    given |= {"devices": devices, "counted": str(file)}
     given["options"] = given.get("options", {}) | {"accelerator": "cpu"}
     done = subprocess.run(
         [sys.executable, HERE / script, json.dumps(given)], capture_output=True, text=True, cwd=folder
@@ -56,7 +56,7 @@ def counted(folder, script, **given):
     assert file.exists(), done.stderr
     tree = json.loads(file.read_text())
     # Ranks send each other points at which they compare what they compute; a plan has one rank.
-    sent = {(phase, op, payload): calls for phase, op, _, payload, calls in tree["sent"] if op != "send"}
+    sent = {(phase, op, len(ranks), size): calls for phase, op, ranks, size, calls in tree["sent"] if op != "send"}
     return tree["peak"], sent
 
 
@@ -83,6 +83,7 @@ def large(name, stage, **given):
         large("mlp", 3, options={"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
         large("mlp", 2, zero={"overlap_comm": True}),
         large("mlp", 3, zero={"overlap_comm": True}),
+        large("mlp", 3, devices=4, zero={"zero_hpz_partition_size": 2}),
         large("mlp", 2, zero={"contiguous_gradients": False}),
         large("mlp", 2, zero={"reduce_scatter": False}),
         large("gpt", 1),
