@@ -244,13 +244,6 @@ def test_what_cannot_be_planned_is_one_sentence(tmp_path, text, options, code, w
     assert all(word in said for word in words), said
 
 
-def test_what_needs_values_is_refused(tmp_path):
-    code, _, said = plan(tmp_path, "--devices", 2, strategy="deepspeed_stage_2")
-
-    assert code == 3
-    assert "trains with DeepSpeed's engine, which computes with values" in said
-
-
 def test_a_script_that_does_not_exist_is_said(tmp_path):
     code, _, said = plan(tmp_path, script=tmp_path / "none.py")
 

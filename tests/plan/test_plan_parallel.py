@@ -49,7 +49,7 @@ def run(folder, devices, **given):
 
     Sent is, by collective, what activations, gradients and parameters need: not what ranks decide.
     """
-    given |= {"devices": devices, "count_to": str(folder), "peak_to": str(folder)}
+    given |= {"devices": devices, "count_to": str(folder), "counted": str(folder)}
     given["options"] = {"accelerator": "cpu"}
     done = subprocess.run([sys.executable, SCRIPT, json.dumps(given)], capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr

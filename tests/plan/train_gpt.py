@@ -1,6 +1,7 @@
 """A training script as users write it: python train_gpt.py '{"layers": 2, "strategy": "ddp"}'.
 
-With "count_to", each rank writes there what it sent in its steps; with "peak_to", what it held and computed in the second.
+With "count_to", each rank writes to that folder what it sent in its steps; with "counted", what `stratagem_plan.counter`
+counts in its last step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from stratagem_parallel import context_offset
 
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
-    "strategy": "ddp", "devices": 1, "recompute": False, "experts": 0, "count_to": None, "peak_to": None, "options": {},
+    "strategy": "ddp", "devices": 1, "recompute": False, "experts": 0, "count_to": None, "counted": None, "options": {},
 } | json.loads(sys.argv[1])  # fmt: skip
 
 
@@ -109,20 +110,17 @@ class Count(sg.Callback):
         Path(given["count_to"], f"{run.rank}-{batch_idx}.json").write_text(json.dumps(told))
 
 
-def plugins():
-    if not given["peak_to"]:
-        return []
+plugins = []
+if given["counted"]:
     from counted import Counted
 
-    return [Counted(folder=given["peak_to"])]
-
-
+    plugins.append(Counted(folder=given["counted"]))
 strategy = given["strategy"]
 if isinstance(strategy, dict) and strategy.get("auto_wrap_policy"):
     strategy = strategy | {"auto_wrap_policy": {Block}}
 trainer = sg.Trainer(
     strategy=strategy, devices=given["devices"], precision=given["precision"], max_steps=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, callbacks=[Count()] if given["count_to"] else [],
-    activation_checkpointing=[Block] if given["recompute"] else None, plugins=plugins(), **given["options"],
+    plugins=plugins, activation_checkpointing=[Block] if given["recompute"] else None, **given["options"],
 )  # fmt: skip
 trainer.fit(GPT(), torch.utils.data.DataLoader(Words(), batch_size=given["micro"]))

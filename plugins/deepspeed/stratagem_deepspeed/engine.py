@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,8 @@ class EngineModule(nn.Module):
         self._ungrouped: list[nn.Parameter] = []
         #: Replaces `linear` by one that does not save weights for backward, which would keep every gathered weight.
         self._linear: Any = None
+        #: Entered where the engine reads values of tensors: a plan's have none.
+        self._reading: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         # Not registered as submodules, since the engine has the steps as one.
         self.__dict__["engine"], self.__dict__["user"] = None, step.module
         step.module.__dict__[_LATEST] = weakref.ref(self)
@@ -118,13 +121,18 @@ class EngineModule(nn.Module):
             from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
             self._linear = zero3_linear_wrap
-        if self.zero is not None:
+        is_plan = run.environment.simulated
+        if is_plan:
+            from stratagem_deepspeed.planned import Answered
+
+            self._reading = Answered
+        if self.zero is not None and not is_plan:
             self.manual_writes = ManualWrites(self.zero, self.user)
-            if zero["stage"] > 1:
-                self.gradient_guard = GradientGuard(self.user, zero["stage"], inside if groups is not None else None)
+        if self.zero is not None and zero["stage"] > 1:
+            self.gradient_guard = GradientGuard(self.user, zero["stage"], inside if groups is not None else None)
         if zero["stage"] == 3:
             refuse_double_backward(self.engine)
-        if run.world_size > 1 and zero["stage"] == 3:
+        if run.world_size > 1 and zero["stage"] == 3 and not is_plan:
             self.layer_trace = EngineTrace(LayerTrace(run), self.engine, self.user)
             self.layer_trace.trace.watch()
         if run.world_size > 1 and zero["stage"] in (1, 2) and optimizer is not None:
@@ -175,9 +183,11 @@ class EngineModule(nn.Module):
         if self.norms is None:  # otherwise measured by an earlier call
             with _UNCHANGED if self.gradient_guard is None else self.gradient_guard.lifted():
                 self._finish_window()
-                self.norms = gradient_norms(engine)
+                with self._reading():
+                    self.norms = gradient_norms(engine)
         self._clip(max_norm)
-        return combined_norm(self.norms) / getattr(engine.optimizer, "loss_scale", 1.0)
+        with self._reading():
+            return combined_norm(self.norms) / getattr(engine.optimizer, "loss_scale", 1.0)
 
     def _finish_window(self) -> None:
         """Average the gradients of this accumulation window over the ranks."""
@@ -207,9 +217,10 @@ class EngineModule(nn.Module):
             self.gradient_guard.check_unset()
         if norms is None:
             self._compare_gradient_order()
-            engine.step()
+            with self._reading():
+                engine.step()
         else:
-            with without_averaging(engine, norms):
+            with without_averaging(engine, norms), self._reading():
                 engine.step()
             self._clip(engine.config["gradient_clipping"])
         zero_gradient_buffers(engine.optimizer)

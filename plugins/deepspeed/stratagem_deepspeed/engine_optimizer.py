@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+#: Attributes of ZeRO's optimizers with the tensors that they keep, by what these are.
+_HELD = {
+    "parameters": ("bit16_groups_flat", "fp16_partitioned_groups_flat"),
+    "gradients": ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer"),
+    "optimizer": ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"),
+    "messages": ("ipg_buckets",),
+}
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -34,5 +43,24 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         self.zero.load_state_dict(state_dict)
 
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """Return what ZeRO keeps beside the optimizer's state, by what it is: a plan tells it apart."""
+        return {
+            what: list(_tensors([getattr(self.zero, name, None) for name in names])) for what, names in _HELD.items()
+        }
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["zero"], name)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in `value`: one, or collections and buckets of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif value is not None:
+        yield from _tensors(value.buffer)

@@ -70,6 +70,10 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     _model: EngineModule | None = field(init=False, default=None)
     _disk: Disk | None = field(init=False, default=None)
     _layers: CheckpointedLayers | None = field(init=False, default=None)
+    #: Under which the engine runs in a plan.
+    _planning: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
+    #: Entered where buffers are made.
+    _making: Callable[[], AbstractContextManager[Any]] = field(init=False, default=contextlib.nullcontext)
     #: The models that are partitioned, at stage 3.
     _partitions: list[Partitions] = field(init=False, factory=list)
     #: The parameters of each group of the optimizer, by name.
@@ -122,19 +126,32 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
-        if run.environment.simulated:
-            raise ConfigError(
-                f"{run.title_of(self)} trains with DeepSpeed's engine, which computes with values",
-                expected="a strategy of torch alone", do='plan strategy="fsdp", which divides the same states',
-            )  # fmt: skip
-        self._deepspeed = start.load(run.device.type, self.logging_level)
+        is_plan = run.environment.simulated
+        self._deepspeed = start.load("cpu" if is_plan else run.device.type, self.logging_level)
+        if is_plan:
+            self._plan(run)
         self._layers = CheckpointedLayers()
         collectives = super().connect(world, run)
         start.join(run)  # a model may use deepspeed while it is built
         return collectives
 
+    def _plan(self, run: RunContext) -> None:
+        """Make the engine run without values."""
+        from stratagem_deepspeed.planned import WithoutMemory, check, planning
+
+        check(self)
+        self._planning.enter_context(planning(run.device))
+        self._making = WithoutMemory
+
     @hookimpl
     def teardown(self, run: RunContext) -> None:
+        if run.environment.simulated:  # its group has gone, and its process ends
+            self._planning.close()
+        else:
+            self._stop(run)
+        super().teardown(run)
+
+    def _stop(self, run: RunContext) -> None:
         if self._model is not None:
             self._model.stop()
         self._model = None
@@ -152,7 +169,6 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         gc.collect()  # the engine has reference cycles, and must not outlive the group
         if self._deepspeed is not None:
             start.leave(run)
-        super().teardown(run)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
@@ -168,7 +184,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             check_not_lost(user)
             check_not_compiled(user)
             check_sizes(user)
-            self._partitions.append(partition(user, lambda: self._maker(user, config, run), dtype, run))
+            with self._making():
+                self._partitions.append(partition(user, lambda: self._maker(user, config, run), dtype, run))
         else:
             run.collectives.replicate(user.to(run.device).parameters())
         run.collectives.replicate(user.to(run.device).buffers())
@@ -254,12 +271,13 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         self._groups = [trained] if optimizer is None else [
             [names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
         ]  # fmt: skip
-        start.prepare_ops(start.ops_for(config, optimizer, run.device.type), run)
+        if not run.environment.simulated:
+            start.prepare_ops(start.ops_for(config, optimizer, run.device.type), run)
         start.advise(config, optimizer, run)
         if optimizer is not None and self.zero_stage:
             check_elementwise(optimizer)
             check_tested(optimizer, config, self.origin)
-        with self._watched():
+        with self._watched(), self._making():
             self._model.start(self._deepspeed, config, optimizer, run)
 
     def _check_schedulers(self, run: RunContext) -> None:

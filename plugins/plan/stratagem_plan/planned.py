@@ -237,6 +237,7 @@ class Planner(Plugin):
     def wrap_optimizers(self) -> Generator[None, list[Optimizer], list[Optimizer]]:
         with self.counter.within("wrap"):
             optimizers = yield
+        self._sort(optimizers)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -280,7 +281,15 @@ class Planner(Plugin):
         for parameter in self.run.model.parameters():
             if parameter.grad is not None:
                 self.counter.add(parameter.grad, "gradients")
+        self._sort(self.run.optimizers)
         return done
+
+    def _sort(self, optimizers: list[Optimizer]) -> None:
+        """Count what optimizers hold beside their state as what they say it is."""
+        for optimizer in optimizers:
+            for category, tensors in getattr(optimizer, "held", dict)().items():
+                for tensor in tensors:
+                    self.counter.add(tensor, category)
 
     @hookimpl(wrapper=True)
     def clip_gradients(self) -> Generator[None, Any, Any]:

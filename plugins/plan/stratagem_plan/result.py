@@ -219,6 +219,6 @@ def _ways(by: dict[str, int]) -> Iterator[tuple[int, str, str]]:
     yield by["activations"], "activations", "smaller batches with accumulate_grad_batches, or activation_checkpointing"
     yield by["parameters"], "parameters", 'strategy="fsdp", which divides them over the ranks, or more ranks under it'
     yield by["optimizer"], "the optimizer's", 'strategy="ddp_sharded" or "fsdp", which divide its state over the ranks'
-    yield by["temporary"], "temporary", "smaller batches; a loss that is computed in parts, if logits are large"
+    yield by["temporary"], "temporary", "smaller batches; a loss in parts, if logits are large; smaller reduce buckets"
     yield by["gradients"], "gradients", 'strategy="fsdp", which divides them over the ranks'
     yield by["messages"], "messages", "a smaller bucket_cap_mb, or smaller units (auto_wrap_policy)"
