@@ -256,6 +256,12 @@ def test_the_commands_of_the_page_are_right(line):
     assert find(arguments.device, device).need("memory_bytes")
 
 
+def test_the_device_of_the_page_is_the_one_of_its_command():
+    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+    assert text == (SCRIPTS / "laptop.toml").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.sweep(guard="tests/plan/test_advise.py::test_the_commands_of_the_page_are_right")
 @pytest.mark.parametrize(

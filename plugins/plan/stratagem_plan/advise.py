@@ -244,7 +244,11 @@ def _errors(explorer: Explorer) -> Iterator[str]:
 
 def _time(step_s: Interval) -> str:
     value, unit = (step_s.times(1e3), "ms") if step_s.expected < 1 else (step_s, "s")
-    return f"{value.expected:,.3g} {unit} ({value.low:,.3g} to {value.high:,.3g})"
+    return f"{_figures(value.expected)} {unit} ({_figures(value.low)} to {_figures(value.high)})"
+
+
+def _figures(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------
