@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stratagem.api.layout import Layout, Timeline
+    from stratagem.api.layout import Layout
     from stratagem.api.world import Collectives
 
 # --- What all plugins have in common -----------------------------------------------------------------------------
@@ -218,10 +218,6 @@ class Strategy(Plugin):
         Args:
             module: the user's, if it is known.
         """
-        return None
-
-    def timeline(self, world: World) -> Timeline | None:
-        """Return what each rank of a pipeline computes when; None without one."""
         return None
 
     def rank_classes(self, run: Any) -> Sequence[Sequence[int]]:

@@ -137,8 +137,7 @@ class TorchCollectives(Collectives):
     def _messages_from(self, device: torch.device) -> torch.device:
         import torch
 
-        through_host = device.type != "cpu" and self._backends.get(device.type) == "gloo"
-        return torch.device("cpu") if through_host else device
+        return device if device.type == "cpu" or self._backends.get(device.type) != "gloo" else torch.device("cpu")
 
     def _same_call(self, call: str, *facts: Any) -> None:
         """Wait for all ranks, and check that all make this call; see `comparison`.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stratagem.api import Collectives, Mesh, RunContext, World
-    from stratagem.api.layout import Layout, Timeline
+    from stratagem.api.layout import Layout
 
 #: Where a module remembers how it was wrapped, for the next call of the trainer.
 _WRAPPED = "_stratagem_parallel"
@@ -348,9 +348,6 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
 
     # --- For people ----------------------------------------------------------------------------------------------
 
-    def timeline(self, world: World) -> Timeline | None:
-        return planned.timeline_of(self, self.mesh(world))
-
     def rank_classes(self, run: RunContext) -> Sequence[Sequence[int]]:
         if self._pipeline is None or not run.environment.simulated:
             return super().rank_classes(run)
@@ -362,7 +359,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         return found
 
     def layout(self, world: World, module: nn.Module | None) -> Layout | None:
-        timeline = self.timeline(world)
+        timeline = planned.timeline_of(self, self.mesh(world))
         known = self._record.layout(module, timeline) if self._record is not None else None
         return known or planned.layout(self, self.mesh(world), module, timeline)
 

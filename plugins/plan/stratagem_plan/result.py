@@ -89,7 +89,8 @@ def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
 
 
 def _bubble(run: Any) -> dict[str, int] | None:
-    timeline = run.strategy.timeline(run.peers_world)
+    layout = run.strategy.layout(run.peers_world, None)
+    timeline = layout and layout.timeline
     if timeline is None:
         return None
     ranks = len(timeline.rows)
