@@ -114,7 +114,7 @@ class StepCounter(TorchDispatchMode):
         self.uncounted: Count[str] = Count()
         self._live: dict[int, list[Any]] = {}
         #: Without and with segments that can be extended.
-        self.allocators = Allocator(is_expandable=False), Allocator(is_expandable=True)
+        self.allocators = _allocators()
         #: Blocks of storages that are gone: Python may drop them while an allocator is at work.
         self._gone: list[tuple[Block, ...]] = []
         self._quiet = 0
@@ -180,6 +180,13 @@ class StepCounter(TorchDispatchMode):
         self.work.clear()
         self.sent.clear()
         self.peak = self._peak()
+
+    def settle(self) -> None:
+        """Let the allocators begin with what is allocated now: a run builds modules on the CPU."""
+        self.allocators = _allocators()
+        self._gone.clear()
+        for known in self._live.values():
+            known[2] = self._take(known[0])
 
     def counted(self) -> tuple[Count[Any], Count[Any]]:
         """Return a copy of the work and the messages so far."""
@@ -293,6 +300,10 @@ class StepCounter(TorchDispatchMode):
             elif kind != "vector":
                 total += sizes[0] * count
         return total
+
+
+def _allocators() -> tuple[Allocator, Allocator]:
+    return Allocator(is_expandable=False), Allocator(is_expandable=True)
 
 
 def _allocated(storage: torch.UntypedStorage) -> int:

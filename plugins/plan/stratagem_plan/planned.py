@@ -230,6 +230,7 @@ class Planner(Plugin):
         for tensor in (*model.parameters(), *model.buffers()):
             self.counter.add(tensor, "parameters")
         self.counter.forget()
+        self.counter.settle()
         self.classes = run.strategy.rank_classes(run)
         return model
 
@@ -313,6 +314,8 @@ class Planner(Plugin):
             raise Planned(0)
         if len(self.ends) == self.num_steps - 1:
             self.counter.forget()
+            if len(self.classes) > 1:  # the first step has also asked for the shapes of other stages
+                self.counter.settle()
             self.inputs = {}
 
 
