@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 #: The strategies that guides name for models of fewer parameters than this.
 GUIDES = ((1e9, ("ddp",)), (7e9, ("ddp", "fsdp")), (70e9, ("fsdp",)), (math.inf, ("fsdp", "parallel")))
-#: What the allocator of a GPU reserved, relative to what was allocated, at worst.
-RESERVED = 1.33
 
 
 class Advise(Command):
@@ -119,7 +117,7 @@ def lines_of(explorer: Explorer) -> Iterator[str]:
 
 
 _CERTAINTY = (
-    "Memory was within 0.25 % of an H200's counter in 13 trainings; what the allocator reserves is 2 to 33 % more.",
+    "Memory was within 0.25 % of an H200's counter in 13 trainings, what the allocator reserves within 3 % in two.",
     "Times are expected (low to high). Where two intervals overlap, it is undecided which one is faster: measure both.",
     "Other precisions were planned for the fastest candidates of the first one, lower ones also for what did not fit.",
 )
@@ -134,7 +132,7 @@ def _advice(number: int, planned: Planned, best: list[Planned], limit: float) ->
     else:
         yield f"   the script as it is: {planned.stack['strategy']}, {planned.stack['precision']}"
     part = f"{planned.peak / 1e9:,.1f} GB, {planned.peak / limit:.0%} of the memory"
-    tight = "; tight, for what the allocator reserves" if planned.peak * RESERVED > limit else ""
+    tight = "; tight, for what the allocator reserves" if planned.reserved > limit else ""
     yield f"   {_time(planned.step_s)} a step; {part}{tight}"
 
 

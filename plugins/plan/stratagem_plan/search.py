@@ -39,6 +39,11 @@ class Planned:
         return peak_of(self.tree) if self.tree else 0
 
     @property
+    def reserved(self) -> int:
+        """Return the most bytes that torch's allocator keeps for a rank."""
+        return max(int(each["reserved"]) for each in self.tree["classes"]) if self.tree else 0
+
+    @property
     def seconds(self) -> float:
         """Return the expected time of a step."""
         return self.step_s.expected if self.step_s else 0.0
