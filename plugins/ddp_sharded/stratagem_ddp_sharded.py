@@ -33,7 +33,7 @@ from stratagem.distributed.bucket_reducer import check_dense
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from stratagem.api import RunContext, World
 
@@ -108,6 +108,15 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
             owner = owned.index(min(owned))
             self._owners[parameter] = owner
             owned[owner] += parameter.numel()
+
+    def rank_classes(self, run: RunContext) -> Sequence[Sequence[int]]:
+        """Return the ranks that own most, and the others, of which the first one owns most."""
+        owned = [0] * run.world_size
+        for parameter in self._parameters:
+            owned[self._owners[parameter]] += parameter.numel()
+        ranks = sorted(range(run.world_size), key=lambda rank: -owned[rank])
+        most = owned.count(max(owned))
+        return [ranks[:most], ranks[most:]] if most < len(ranks) else [ranks]
 
     # --- The step ------------------------------------------------------------------------------------------------
 

@@ -303,6 +303,18 @@ def test_scripts_of_many_kinds_are_planned(tmp_path, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+def test_ranks_that_own_more_are_a_class(tmp_path):
+    text = script_of("nn.Linear(4, 2000), nn.Linear(2000, 8), nn.Linear(8, 4)", then="train(strategy='ddp_sharded')")
+    text = text.replace("SGD(self.parameters(), lr=0.1)", "Adam(self.parameters())")
+    code, tree, said = plan(tmp_path, "--devices", 4, script=write(tmp_path, text))
+    assert code == 0, said
+
+    # Owned: 16,008 numbers by one rank, 8,000 by another, 2,000 and a few by the rest.
+    assert [each["ranks"] for each in tree["classes"]] == [3, 1]
+    assert tree["classes"][1]["end"]["optimizer"] == pytest.approx(2 * 4 * 16_008, rel=0.1)
+    assert tree["classes"][0]["end"]["optimizer"] < tree["classes"][1]["end"]["optimizer"]
+
+
 def test_one_device_needs_no_messages(tmp_path):
     code, tree, said = plan(tmp_path, script=write(tmp_path, script_of()))
 

@@ -63,7 +63,7 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
         "inputs": {"samples": inputs.get("samples", 0), "tokens": inputs.get("tokens", 0)},
         "data_ranks": run.mesh.num_data_shards,
         "accumulate": inputs.get("batches", 1),
-        "first_ranks": [alike[0] for alike in planner.classes],
+        "other_classes": [alike[0] for alike in planner.classes if run.rank not in alike],
         "classes": [_class_of(script, planner)],
         "assumptions": assumptions,
     }  # fmt: skip

@@ -78,8 +78,7 @@ def plan_ranks(variant: Variant, ranks: Sequence[int] | None = None) -> dict[str
     """
     first, *others = ranks or [0]
     tree = plan(evolve(variant, rank=first))
-    planned = tree["first_ranks"] if ranks is None else []
-    others += [rank for rank in planned if rank != first]
+    others += tree["other_classes"] if ranks is None else []
     found = dict(plan_all([evolve(variant, rank=rank) for rank in others]))
     for position, _ in enumerate(others):
         other = found[position]
