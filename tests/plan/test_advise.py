@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from plan.fresh import plans
 from stratagem_plan.advise import Advise
 from stratagem_plan.candidates import Candidate, layouts
 from stratagem_plan.cost import Interval
@@ -19,7 +20,7 @@ from stratagem_plan.devices import find
 from stratagem_plan.micro_batches import largest
 from stratagem_plan.script import PlannedScript
 from stratagem_plan.search import Planned, front, with_syncs
-from stratagem_plan.variants import Variant, peak_of, plan, plan_all
+from stratagem_plan.variants import Variant, peak_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
 SCRIPTS = Path(__file__).with_name("advice")
@@ -73,7 +74,8 @@ def command(name, folder, *words):
 
 
 def planned(script, **changes):
-    return plan(Variant(script=PlannedScript(script, devices=2, **changes), device="h100-sxm-80gb"))
+    (tree,) = plans(Variant(script=PlannedScript(script, devices=2, **changes), device="h100-sxm-80gb"))
+    return tree
 
 
 # --- Other settings and batches -----------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def test_variants_are_planned_side_by_side_and_an_error_is_a_sentence(tmp_path):
     precisions = ("32-true", "16-mixd", "bf16-true")
     settings = [{"strategy": "ddp", "precision": each} for each in precisions]  # its options are replaced with it
     scripts = [PlannedScript(script, devices=2, settings=each) for each in settings]
-    found = dict(plan_all([Variant(script=each, device="h100-sxm-80gb") for each in scripts], quiet=True))
+    found = plans(*(Variant(script=each, device="h100-sxm-80gb") for each in scripts))
 
     assert [found[number]["stack"]["precision"] for number in (0, 2)] == ["32-true", "bf16-true"]
     assert found[0]["stack"]["strategy"] == "ddp"
@@ -152,10 +154,9 @@ def test_variants_are_planned_side_by_side_and_an_error_is_a_sentence(tmp_path):
 def test_an_average_of_replicas_counts_with_its_part_of_a_step(tmp_path):
     script = PlannedScript(write(tmp_path), devices=1, nodes=4)
     (outer,) = [each for each in layouts(1, 4) if each.name == "local_sgd"]
-    one, other = (
-        plan(Variant(script=PlannedScript(script.path, nodes=4, settings={"strategy": each.strategy}), device="small"))
-        for each in (outer, outer.syncing)
-    )
+    settings = [{"strategy": each.strategy} for each in (outer, outer.syncing)]
+    scripts = [PlannedScript(script.path, nodes=4, settings=each) for each in settings]
+    one, other = plans(*(Variant(script=each, device="small") for each in scripts))
     (ranks,) = with_syncs(one, other, outer.period)["classes"]
     parameters = 4 * (4 * (2 * 256 * 1024 + 1024 + 256) + 256 * 8 + 8)
 
@@ -268,7 +269,8 @@ def test_the_device_of_the_page_is_the_one_of_its_command():
     ("name", "words", "numbers"), [("resnet.py", (), 25_557_032), ("gpt.py", ("2", "256", "1"), 17_963_520)]
 )
 def test_the_scripts_of_the_page_are_planned(name, words, numbers):
-    tree = plan(Variant(script=PlannedScript(SCRIPTS / name, words, micro_batch=1, accumulate=1), device="t4"))
+    script = PlannedScript(SCRIPTS / name, words, micro_batch=1, accumulate=1)
+    (tree,) = plans(Variant(script=script, device="t4"))
 
     assert tree["model"]["parameters"] == numbers
 
@@ -306,3 +308,18 @@ def test_what_cannot_be_advised_is_one_sentence(tmp_path, words, then, code, sai
 
     assert (status, tree) == (code, None), text
     assert all(word in text for word in said), text
+
+
+@pytest.mark.slow
+def test_layers_are_cut_if_nothing_else_fits(tmp_path):
+    """The model is one layer: gathered whole, it does not fit beside what a rank keeps."""
+    script = write(tmp_path, memory=320e6)
+    text = script.read_text().replace("nn.Sequential(*(Block() for _ in range(4)), nn.Linear(256, 8))", "Block()")
+    script.write_text(text.replace("1024", "40_000").replace("torch.zeros(640, 64, 256)", "torch.zeros(640, 256)"))
+    code, tree, said = command("advise", tmp_path, "--search", "strategy", "--devices", "2", "train.py")
+    assert code == 0, said
+
+    assert [each["settings"]["strategy"] for each in tree["advice"]] == [
+        {"name": "parallel", "tensor": 2, "plan": "auto"}
+    ]
+    assert re.search(r"fsdp, batches of 4: does not fit, by", said)

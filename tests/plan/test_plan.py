@@ -390,3 +390,46 @@ sg.Trainer(max_steps=9, strategy="fsdp", enable_progress_bar=False).fit(M(), loa
 
     assert code == 0, said
     assert tree["inputs"] == {"samples": 4, "tokens": 64}
+
+
+# --- Batches ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_last_batch_is_planned_like_the_others(tmp_path):
+    """The data set has one batch and a half."""
+    trees = []
+    for samples in (6, 8):
+        code, tree, said = plan(tmp_path, script=write(tmp_path, script_of(shape=f"{samples}, 4")))
+        assert code == 0, said
+        trees.append(tree)
+
+    assert trees[0]["inputs"]["samples"] == 4
+    assert trees[0]["classes"] == trees[1]["classes"]
+
+
+def test_ddp_sends_parameters_that_are_not_used_or_refuses_them(tmp_path):
+    text = script_of("nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)", then="train(strategy='{}')")
+    text = text.replace("self.net = nn", "self.unused = nn.Linear(7, 1)\n        self.net = nn")
+    code, _, said = plan(tmp_path, "--devices", 2, script=write(tmp_path, text.replace("{}", "ddp")))
+    assert code == 3
+    assert "unused.bias" in said
+    assert "got no gradient on rank 0, and DDP waits for all of them" in said
+
+    script = write(tmp_path, text.replace("{}", "ddp_find_unused_parameters_true"))
+    code, tree, said = plan(tmp_path, "--devices", 2, script=script)
+    assert code == 0, said
+    (sent,) = [each for each in tree["classes"][0]["collectives"] if each["op"] == "all_reduce"]
+    assert sent["payload"] == 4 * (5 * 8 + 9 + 8)
+
+
+def test_fits_before_the_planned_one_are_not_mixed_with_it(tmp_path):
+    """The first one ends after a step: its second step would be the first of the other, which makes Adam's state."""
+    text = script_of(then="train()").replace("max_steps=5, enable", "enable")
+    text = text.replace("SGD(self.parameters(), lr=0.1)", "Adam(self.parameters())")
+    work = []
+    for calls in ("train(max_steps=5)", "train(max_steps=1)\ntrain(max_steps=5)"):
+        code, tree, said = plan(tmp_path, script=write(tmp_path, text.replace("train()\n", f"{calls}\n")))
+        assert code == 0, said
+        work.append(tree["classes"][0]["work"])
+
+    assert work[0] == work[1]

@@ -146,7 +146,7 @@ def test_one_rank_of_each_kind_of_stage_is_planned(pipelined):
     # Both ends compute with all the rest of the model, of which the middle has a copy; the head is in the last.
     assert first["end"]["parameters"] == middle["end"]["parameters"] == last["end"]["parameters"]
     assert middle["flops"] < last["flops"]
-    assert "rank 2; 3 others are taken to do the same" in said
+    assert "rank 2; 3 more are taken to do the same" in said
 
 
 @pytest.mark.sweep(guard="tests/plan/test_plan_parallel.py::test_one_rank_of_each_kind_of_stage_is_planned")

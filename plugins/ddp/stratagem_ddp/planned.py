@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stratagem.api.values import Bucket
+from stratagem_ddp.words import unused
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -33,7 +34,7 @@ class PlannedReplica(nn.Module):
         self._groups = _buckets([p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20)))
         self._memory, self._has_sent, self._is_rebuilt = self._allocate(), False, False
         self._first: list[torch.Tensor] = []
-        self._missing = [len(group) for group in self._groups]
+        self._waiting = self._all()
         for index, group in enumerate(self._groups):
             for number, parameter in enumerate(group):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, index, number))
@@ -54,7 +55,7 @@ class PlannedReplica(nn.Module):
 
     def _rebuild(self) -> None:
         """Make new buckets once the first were sent, as torch does; what sent them keeps them a moment longer."""
-        self._missing, self._first = [len(group) for group in self._groups], []
+        self._waiting, self._first = self._all(), []
         if self._has_sent and not self._is_rebuilt:
             self._first, self._memory, self._is_rebuilt = self._memory, self._allocate(), True
 
@@ -67,9 +68,32 @@ class PlannedReplica(nn.Module):
         part = self._parts(index)[number].copy_(parameter.grad)
         if self._views:
             parameter.grad = part
-        self._missing[index] -= 1
-        if not self._missing[index] and self._run.sync_gradients:
-            self._send(index)
+        if number in self._waiting[index]:
+            self._waiting[index].remove(number)
+            if not self._waiting[index] and self._run.sync_gradients:
+                self._send(index)
+
+    def finish(self, searches: bool) -> None:
+        """End a backward pass that sends gradients.
+
+        Args:
+            searches: unused parameters are searched, and sent as zeros.
+
+        Raises:
+            ConfigError: parameters got no gradient, and are not searched.
+        """
+        left = [self._groups[index][number] for index, numbers in enumerate(self._waiting) for number in numbers]
+        if left and not searches:
+            names = [name for name, parameter in self.module.named_parameters() if any(parameter is p for p in left)]
+            raise unused([name.removeprefix("module.") for name in names], self._run.rank)
+        for index, numbers in enumerate(self._waiting):
+            if numbers:
+                self._send(index)
+        self._waiting = self._all()
+
+    def _all(self) -> list[set[int]]:
+        """Return the numbers of all parameters of each bucket."""
+        return [set(range(len(group))) for group in self._groups]
 
     def _send(self, index: int) -> None:
         group, memory = self._groups[index], self._memory[index]

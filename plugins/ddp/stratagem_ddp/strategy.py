@@ -145,6 +145,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def backward(self, loss: torch.Tensor, module: torch.nn.Module, run: RunContext) -> bool:
         if not isinstance(module, DistributedDataParallel):
             run.differentiate(loss)
+            if isinstance(module, PlannedReplica) and run.sync_gradients:
+                module.finish(run.manual or bool(self.find_unused_parameters) or not run.owns_loop)
             return True
         try:
             if run.manual and run.sync_gradients:

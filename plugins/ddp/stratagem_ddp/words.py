@@ -54,8 +54,13 @@ def _without_gradient(text: str, replica: DistributedDataParallel, rank: int) ->
             f"{found}, though training_step returned a tensor that depends on them",
             expected="all returned tensors to contribute to the loss", do="detach the others",
         )  # fmt: skip
+    return unused([names[number] for number in numbers], rank)
+
+
+def unused(names: list[str], rank: int) -> ConfigError:
+    """Return the error for parameters that got no gradient and are not searched."""
     return ConfigError(
-        f"{found}, and DDP waits for all of them",
+        f"{_list(names)} got no gradient on rank {rank}, and DDP waits for all of them",
         expected="a loss that every trainable parameter takes part in",
         do='choose strategy="ddp_find_unused_parameters_true" (strategy.ddp.find_unused_parameters: true), or freeze '
         "what is not trained",

@@ -43,7 +43,8 @@ class Advise(Command):
         check_cluster(arguments)
         searched = _searched(arguments.search)
         device = find(arguments.device, arguments.device_file)
-        device.need("memory_bytes")
+        for key in ("memory_bytes", "memory_bytes_per_s"):
+            device.need(key)
         from stratagem_plan.script import PlannedScript
         from stratagem_plan.search import Explorer
         from stratagem_plan.variants import CannotBePlanned
@@ -118,7 +119,7 @@ def lines_of(explorer: Explorer) -> Iterator[str]:
 
 _CERTAINTY = (
     "Memory was within 0.25 % of an H200's counter in 13 trainings, what the allocator reserves within 3 % in two.",
-    "Times are expected (low to high). Where two intervals overlap, it is undecided which one is faster: measure both.",
+    "Times are expected (low to high). Where intervals overlap, or the host takes most of a step, measure both.",
     "Other precisions were planned for the fastest candidates of the first one, lower ones also for what did not fit.",
 )
 
@@ -164,10 +165,11 @@ def _slower(one: Planned, other: Planned) -> str:
 
 
 def _overlap(one: Planned, other: Planned) -> bool:
-    """Whether the intervals of two times have a part in common."""
+    """Whether the intervals of two times have a part in common, or the host decides one of them."""
     assert one.step_s
     assert other.step_s
-    return one.step_s.low <= other.step_s.high and other.step_s.low <= one.step_s.high
+    is_unknown = one.is_host_bound or other.is_host_bound
+    return is_unknown or (one.step_s.low <= other.step_s.high and other.step_s.low <= one.step_s.high)
 
 
 def guides(explorer: Explorer, best: list[Planned]) -> str:
@@ -198,7 +200,8 @@ def _better(planned: Planned, best: list[Planned]) -> tuple[int, Planned]:
     """Return the number of the advice because of which a candidate is not on the front, and that advice."""
     from stratagem_plan.search import beats
 
-    return next((number, each) for number, each in enumerate(best, start=1) if not beats(planned, each))
+    found = ((number, each) for number, each in enumerate(best, start=1) if not beats(planned, each))
+    return next(found, (1, best[0]))
 
 
 def _name(planned: Planned) -> str:

@@ -105,6 +105,13 @@ def layouts(devices: int, nodes: int) -> Iterator[Layout]:
             yield Layout(strategy=outer, data_ranks=ranks, period=period)
 
 
+def cutting_layers(devices: int, nodes: int) -> Iterator[Layout]:
+    """Yield the ways to divide layers themselves: a last resort, since activations are sent for each of them."""
+    if devices > 1:
+        axes = {"name": "parallel", "tensor": devices, "plan": "auto"} | ({"shard": nodes} if nodes > 1 else {})
+        yield Layout(strategy=axes | _UNITS if nodes > 1 else axes, data_ranks=nodes, shares=(devices * nodes,) * 3)
+
+
 def _between(devices: int, nodes: int) -> list[int]:
     """Return numbers of ranks that share one replica, beside those of a node and of all."""
     return [devices * count for count in (2, 4, 8) if devices > 1 and nodes % count == 0 and nodes > count]
@@ -143,8 +150,6 @@ class Candidate:
     def code(self, name: str) -> str:
         """Return it as Python: the arguments of a Trainer, or what `name` says."""
         given = dict(self.settings)
-        if given.get("activation_checkpointing", 0) is None:
-            del given["activation_checkpointing"]
         if self.accumulate:
             given["accumulate_grad_batches"] = self.accumulate
         return f"{name}({', '.join(f'{name}={_python(value)}' for name, value in given.items())})"

@@ -81,6 +81,12 @@ def check_cluster(arguments: argparse.Namespace) -> None:
     for name in ("devices", "nodes"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}", expected="at least 1")
+    for name in ("json", "html"):
+        path = getattr(arguments, name, None)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(
+                f"--{name} is '{path}', and the folder '{path.parent}' does not exist", do="make it first"
+            )
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
 
@@ -99,6 +105,11 @@ def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
     if arguments.largest_micro_batch:
         if limit is None:
             raise ConfigError(f"the memory of {arguments.device} is not known", do="pass --device-file with it")
+        if not tree["inputs"]["samples"]:
+            raise ConfigError(
+                "--largest-micro-batch is set, and a step reads no samples",
+                expected="batches of tensors with dimensions",
+            )
         tree["largest_micro_batch"] = _largest(script, arguments.device, tree, limit)
     return tree
 

@@ -25,10 +25,11 @@ def divided(script: PlannedScript, samples: int, micro_batch: int) -> PlannedScr
     Raises:
         ConfigError: the samples do not divide into such batches.
     """
-    if micro_batch not in divisors(samples):
+    sizes = divisors(samples)
+    if micro_batch not in sizes:
         raise ConfigError(
             f"--micro-batch is {micro_batch}, and a rank reads {samples} samples for a step",
-            expected=f"one of {', '.join(map(str, divisors(samples)))}",
+            expected=f"one of {', '.join(map(str, sizes))}" if sizes else "batches with a tensor that has dimensions",
         )
     return evolve(script, micro_batch=micro_batch, accumulate=samples // micro_batch)
 

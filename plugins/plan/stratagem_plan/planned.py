@@ -82,7 +82,8 @@ class _OnDevice(TorchDispatchMode):
                 return func(*args, **kwargs)
         if is_here and func is torch.ops.aten._to_copy.default:  # torch would copy values that it knows
             given, dtype = args[0], kwargs.get("dtype") or args[0].dtype
-            return torch.empty_strided(given.size(), given.stride(), dtype=dtype, device=planned_device())
+            strides = torch.empty_like(given, device="meta").stride()  # those that torch gives a copy
+            return torch.empty_strided(given.size(), strides, dtype=dtype, device=planned_device())
         return func(*args, **kwargs)
 
 
@@ -179,6 +180,8 @@ class Planner(Plugin):
     num_steps: int = 2
     #: Samples to give each batch; None leaves batches as they come.
     micro_batch: int | None = None
+    #: Samples of a batch so far: one that has fewer, such as the last of an epoch, gets as many.
+    samples: int = field(init=False, default=0)
     #: How often the second batch of a step counts: a step of many batches is told from one of three.
     repeats: int = 1
     counter: StepCounter = field(init=False, factory=lambda: StepCounter(NAME))
@@ -221,6 +224,8 @@ class Planner(Plugin):
     @hookimpl(wrapper=True)
     def wrap_model(self, module: torch.nn.Module, run: RunContext) -> Generator[None, Any, Any]:
         self._begin()
+        if self.run is not None:  # another fit has ended before its last step
+            self.ends, self.inputs = [], {}
         self.run = run
         user = module.get_submodule("module")
         self.counter.modules.names |= {id(each): name for name, each in user.named_modules()}
@@ -248,12 +253,12 @@ class Planner(Plugin):
     @hookimpl(wrapper=True)
     def transfer_batch(self, batch: Any) -> Generator[None, Any, Any]:
         tensors = list(_tensors(batch))
-        samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
-        if self.micro_batch is not None:
-            for each in tensors:
-                if each.dim() and len(each) == samples:  # in place: a hook cannot give its caller another batch
-                    each.data = each[torch.arange(self.micro_batch) % samples]
-            samples = self.micro_batch
+        given = next((len(each) for each in tensors if each.dim()), 0)
+        samples = self.micro_batch if self.micro_batch is not None and given else max(given, self.samples)
+        for each in tensors if given != samples else ():
+            if each.dim() and len(each) == given:  # in place: a hook cannot give its caller another batch
+                each.data = each[:1].expand(samples, *each.shape[1:])  # without memory
+        self.samples = samples
         whole = [each.numel() for each in tensors if not each.is_floating_point()]
         for name, count in (("batches", 1), ("samples", samples), ("tokens", max(whole, default=0))):
             self.inputs[name] = self.inputs.get(name, 0) + count

@@ -136,7 +136,7 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
     for each in tree["classes"]:
         yield ""
         yield (
-            f"rank {each['rank']}; {each['ranks'] - 1} others are taken to do the same"
+            f"rank {each['rank']}; {each['ranks'] - 1} more are taken to do the same"
             if each["ranks"] > 1
             else f"rank {each['rank']}"
         )

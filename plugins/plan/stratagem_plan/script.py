@@ -96,6 +96,8 @@ class PlannedScript:
     def _explained(self, error: BaseException) -> ConfigError:
         """Return the error for a script that `error` ended, with the line where it did."""
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(each.filename)]
+        if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            frames = [each for each in frames if not _is_ours(each.filename)]
         place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else str(self.path)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             if frames and _is_ours(frames[-1].filename):

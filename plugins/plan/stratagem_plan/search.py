@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from attrs import define, evolve, field, frozen
 
 from stratagem.errors import ConfigError
-from stratagem_plan.candidates import CHECKPOINTING, MARGIN, Candidate, Layout, layouts, precisions
+from stratagem_plan.candidates import CHECKPOINTING, MARGIN, Candidate, Layout, cutting_layers, layouts, precisions
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
 from stratagem_plan.micro_batches import divisors, largest
@@ -31,6 +31,8 @@ class Planned:
     candidate: Candidate
     tree: dict[str, Any] | None = None
     step_s: Interval | None = None
+    #: The host needs more time than the device, and its time is known least.
+    is_host_bound: bool = False
     error: str = ""
 
     @property
@@ -114,6 +116,10 @@ class Explorer:
         kinds = precisions(self.device) if "precision" in self.searched else (None,)
         ways = self._searched(known)
         self._run(self._of_layout(way, kinds[0]) for way in ways)
+        if not self.fitting and "strategy" in self.searched:
+            last = list(cutting_layers(self.script.devices, self.script.nodes))
+            self._run(self._of_layout(way, kinds[0]) for way in last)
+            ways += last
         self._run(self._of_precision(best, other) for best in self._fastest() for other in kinds[1:])
         fit = {each.candidate.layout and each.candidate.layout.words for each in self.fitting}
         others = [way for way in ways if (way and way.words) not in fit]
@@ -157,6 +163,8 @@ class Explorer:
                 yield from self._of_layout(layout.in_one_unit, precision)
                 return
             if best is None or best.error:
+                return
+            if level is None:
                 return
             if best.peak <= self.limit and (len(sizes) == 1 or best.micro_batch == sizes[-1]):
                 why = "the largest batch already fits with less"
@@ -279,10 +287,10 @@ class Explorer:
         if candidate.layout and candidate.layout.period:
             tree = with_syncs(trees[0], trees[1], candidate.layout.period)
         try:
-            _, step_s = predict(structure(tree, candidate.words), self.device)
+            step, step_s = predict(structure(tree, candidate.words), self.device)
         except ConfigError as error:
             return Planned(candidate=candidate, error=f"its time is not known: {error}")
-        return Planned(candidate=candidate, tree=tree, step_s=step_s)
+        return Planned(candidate=candidate, tree=tree, step_s=step_s, is_host_bound=step.host > step.total / 2)
 
 
 def front(fitting: Iterable[Planned]) -> list[Planned]:

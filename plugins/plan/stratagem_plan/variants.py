@@ -76,7 +76,7 @@ def plan_ranks(variant: Variant, ranks: Sequence[int] | None = None) -> dict[str
     Raises:
         CannotBePlanned: what is in the way of one of them.
     """
-    first, *others = ranks or [0]
+    first, *others = dict.fromkeys(ranks or [0])
     tree = plan(evolve(variant, rank=first))
     others += tree["other_classes"] if ranks is None else []
     found = dict(plan_all([evolve(variant, rank=rank) for rank in others]))
