@@ -185,7 +185,7 @@ class StepCounter(TorchDispatchMode):
         """Let the allocators begin with what is allocated now: a run builds modules on the CPU."""
         self.allocators = _allocators()
         self._gone.clear()
-        for known in self._live.values():
+        for known in list(self._live.values()):  # Python may drop some of them meanwhile
             known[2] = self._take(known[0])
 
     def counted(self) -> tuple[Count[Any], Count[Any]]:
