@@ -9,7 +9,8 @@ from unittest import mock
 from attrs import define, field
 from torch.distributed import Work
 
-from stratagem_plan.counter import StepCounter, counting_resizes
+from stratagem_plan.counter import StepCounter
+from stratagem_plan.patches import counting_resizes
 from stratagem_plan.planned import Planner
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stratagem.api.values import Bucket
-from stratagem_ddp.words import unused
+from stratagem_ddp.words import trained_names, unused
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -82,10 +82,9 @@ class PlannedReplica(nn.Module):
         Raises:
             ConfigError: parameters got no gradient, and are not searched.
         """
-        left = [self._groups[index][number] for index, numbers in enumerate(self._waiting) for number in numbers]
+        left = {id(self._groups[index][number]) for index, numbers in enumerate(self._waiting) for number in numbers}
         if left and not searches:
-            names = [name for name, parameter in self.module.named_parameters() if any(parameter is p for p in left)]
-            raise unused([name.removeprefix("module.") for name in names], self._run.rank)
+            raise unused([name for name, parameter in trained_names(self) if id(parameter) in left], self._run.rank)
         for index, numbers in enumerate(self._waiting):
             if numbers:
                 self._send(index)

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratagem.errors import ConfigError
@@ -70,7 +71,7 @@ def unused(names: list[str], rank: int) -> ConfigError:
 def _with_a_new_gradient(replica: DistributedDataParallel, rank: int, loss: torch.Tensor | None) -> ConfigError:
     before, now = vars(replica).get(REACHED, set()), set() if loss is None else reached(loss)
     new = now - before if before else set()
-    names = [name for name, parameter in _trained(replica) if parameter in new]
+    names = [name for name, parameter in trained_names(replica) if parameter in new]
     return _graph_changed(f"{_list(names)} got a gradient on rank {rank}, and none in the first step")
 
 
@@ -82,11 +83,11 @@ def _graph_changed(found: str) -> ConfigError:
     )
 
 
-def _trained(replica: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+def trained_names(replica: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters that DDP averages, in its order, by their names in the user's module."""
     return [
         (name.removeprefix("module."), parameter)
-        for name, parameter in replica.module.named_parameters()
+        for name, parameter in replica.get_submodule("module").named_parameters()
         if parameter.requires_grad
     ]
 
@@ -95,12 +96,12 @@ def trained(replica: DistributedDataParallel) -> list[torch.Tensor]:
     """Return the parameters that DDP averages, without walking over the modules in each step."""
     found: list[torch.Tensor] | None = vars(replica).get(_TRAINED)
     if found is None:
-        found = vars(replica)[_TRAINED] = [parameter for _, parameter in _trained(replica)]
+        found = vars(replica)[_TRAINED] = [parameter for _, parameter in trained_names(replica)]
     return found
 
 
 def names_of(replica: DistributedDataParallel) -> list[str]:
-    return [name for name, _ in _trained(replica)]
+    return [name for name, _ in trained_names(replica)]
 
 
 def _list(names: list[str], shown: int = 3) -> str:

@@ -77,7 +77,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def check_cluster(arguments: argparse.Namespace) -> None:
-    """Refuse a cluster of no devices, and a script that does not exist."""
+    """Refuse a cluster of no devices, a script that does not exist, and files in folders that do not exist."""
     for name in ("devices", "nodes"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}", expected="at least 1")
@@ -117,10 +117,10 @@ def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
 def _largest(script: PlannedScript, device: str, tree: dict[str, Any], limit: float) -> dict[str, Any]:
     """Return the largest micro-batch with which all ranks of `tree` fit, as data; `accumulate` of the plan stays."""
     from stratagem_plan.micro_batches import MOST, largest
-    from stratagem_plan.variants import Variant, peak_of, plan_ranks
+    from stratagem_plan.variants import Variant, micro_batch_of, peak_of, plan_ranks
 
     batches, ranks = tree["accumulate"], [each["rank"] for each in tree["classes"]]
-    own = tree["inputs"]["samples"] // batches
+    own = micro_batch_of(tree)
     peaks = {own: peak_of(tree)}
     base = sum(tree["classes"][0]["at_peak"][name] for name in ("parameters", "optimizer", "libraries"))
     search = largest(range(1, MOST), limit, own - 1, base)

@@ -311,23 +311,6 @@ def _allocated(storage: torch.UntypedStorage) -> int:
     return -(-storage.nbytes() // GRAIN) * GRAIN
 
 
-@contextlib.contextmanager
-def counting_resizes(counter: StepCounter) -> Iterator[None]:
-    """Within, `counter` counts storages whose size is set: FSDP frees gathered parameters in this way."""
-    original = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        counter.resized(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
 def ranks_of(args: Iterable[Any]) -> tuple[int, ...]:
     """Return the ranks of the process group among the arguments of a collective; all if there is none."""
     from torch.distributed.distributed_c10d import _resolve_process_group

@@ -13,7 +13,7 @@ from stratagem_plan import pictures
 from stratagem_plan.charts import STYLE, file_text, si, tag
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
-from stratagem_plan.plan_file import Collective, Plan, RankClass
+from stratagem_plan.plan_file import Plan, RankClass, totals
 
 if TYPE_CHECKING:
     from stratagem_plan.simulate import Scale, Simulation
@@ -185,13 +185,5 @@ def _scale(each: Scale) -> tuple[str, ...]:
 
 
 def _traffic(ranks: RankClass) -> Iterator[tuple[str, ...]]:
-    """Yield a row for what has the same phase, collective, axis and link."""
-
-    def key(each: Collective) -> tuple[str, ...]:
-        link = "node" if each.within_node else "network"
-        return (each.phase, each.op, each.axis, link, f"{each.ranks:,}")
-
-    for same in dict.fromkeys(map(key, ranks.collectives)):
-        sent = [each for each in ranks.collectives if key(each) == same]
-        calls, num_bytes = sum(each.calls for each in sent), sum(each.calls * each.payload for each in sent)
-        yield (*same, f"{calls:,.0f}", f"{num_bytes:,.0f}")
+    for (*words, size), (calls, num_bytes) in totals(ranks.collectives).items():
+        yield (*words, f"{size:,}", f"{calls:,.0f}", f"{num_bytes:,.0f}")

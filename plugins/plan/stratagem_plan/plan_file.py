@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +77,16 @@ class Collective:
     #: Bytes of one call: of an all-gather's whole result, of a reduce-scatter's whole input.
     payload: float
     calls: float = field(validator=validators.gt(0))
+
+
+def totals(messages: Iterable[Collective]) -> dict[tuple[str, str, str, str, int], tuple[float, float]]:
+    """Return calls and bytes of what has the same phase, collective, axis, link and number of ranks."""
+    found: dict[tuple[str, str, str, str, int], tuple[float, float]] = {}
+    for each in messages:
+        key = (each.phase, each.op, each.axis, "node" if each.within_node else "network", each.ranks)
+        calls, num_bytes = found.get(key, (0.0, 0.0))
+        found[key] = calls + each.calls, num_bytes + each.calls * each.payload
+    return found
 
 
 @frozen(kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -22,6 +21,7 @@ from stratagem.distributed.default_group import leave_group
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
 from stratagem_plan.group import PlannedCollectives
+from stratagem_plan.patches import quiet_shapes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -87,91 +87,6 @@ class _OnDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def converting_fakes() -> Iterator[None]:
-    """Within, conversions of modules replace fake parameters: torch would swap what is in them, which these refuse."""
-    original = torch.nn.Module._apply
-    made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
-
-    def converted(parameter: torch.nn.Parameter, function: Any) -> torch.nn.Parameter:
-        known = made.get(id(parameter))
-        if known is None or known[0] is not parameter:
-            values = function(parameter.detach())
-            same = values.dtype is parameter.dtype and values.device == parameter.device
-            new = parameter if same else torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-            known = made[id(parameter)] = (parameter, new)
-        return known[1]
-
-    def apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-        if not any(isinstance(each, FakeTensor) for each in module.parameters()):
-            return original(module, function, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch's
-        for child in module.children() if recurse else ():
-            apply(child, function)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = converted(parameter, function)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = function(buffer)
-        return module
-
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.nn.Module._apply = original  # type: ignore[method-assign]
-
-
-@functools.cache
-def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """Return the class of fake tensors that are instances of `kind`, too."""
-    return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
-
-
-@contextlib.contextmanager
-def subclassing_fakes() -> Iterator[None]:
-    """Within, `as_subclass` works for fake tensors: torch refuses to give one another class."""
-    original = torch.Tensor.as_subclass
-
-    def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor) or issubclass(FakeTensor, kind):
-            return original(tensor, kind)
-        with torch._C.DisableTorchFunction():
-            made: torch.Tensor = torch.ops.aten.alias(tensor)
-        made.__class__ = _fake_kind(kind)
-        return made
-
-    torch.Tensor.as_subclass = as_subclass  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.as_subclass = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _quiet_shapes(counter: StepCounter) -> Iterator[None]:
-    """Within, tensors with which DTensor finds out the shapes of results are not counted."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached")
-    originals = {name: getattr(ShardingPropagator, name) for name in names}
-
-    def silent(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with counter.quiet():
-                return original(*args, **kwargs)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(ShardingPropagator, name, silent(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(ShardingPropagator, name, original)
-
-
 @define(eq=False, kw_only=True)
 class Planner(Plugin):
     """Lets a run compute with tensors without values, counts its steps, and ends the script after the last one."""
@@ -202,11 +117,10 @@ class Planner(Plugin):
 
     def _begin(self) -> None:
         """Compute with tensors without values from here to `close`, also in a loop of the user's."""
-        if self.run is None:
-            on_device = _OnDevice()  # type: ignore[no-untyped-call]  # torch's
-            modules = self.counter.modules.watched()
-            for context in (self.fake, on_device, _quiet_shapes(self.counter), modules, self.counter):
-                self._modes.enter_context(context)
+        on_device = _OnDevice()  # type: ignore[no-untyped-call]  # torch's
+        modules = self.counter.modules.watched()
+        for context in (self.fake, on_device, quiet_shapes(self.counter), modules, self.counter):
+            self._modes.enter_context(context)
 
     def close(self) -> None:
         """Let this process compute as before."""
@@ -223,8 +137,9 @@ class Planner(Plugin):
 
     @hookimpl(wrapper=True)
     def wrap_model(self, module: torch.nn.Module, run: RunContext) -> Generator[None, Any, Any]:
-        self._begin()
-        if self.run is not None:  # another fit has ended before its last step
+        if self.run is None:
+            self._begin()
+        else:  # another fit has ended before its last step
             self.ends, self.inputs = [], {}
         self.run = run
         user = module.get_submodule("module")

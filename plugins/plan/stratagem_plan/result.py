@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from stratagem_plan.plan_file import SCHEMA
+from stratagem_plan.plan_file import SCHEMA, RankClass, structure, totals
 
 if TYPE_CHECKING:
     from stratagem_plan.planned import Planner
@@ -133,7 +133,7 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
     inputs = tree["inputs"]
     batches = "1 batch" if tree["accumulate"] == 1 else f"{tree['accumulate']} batches"
     yield f"a step of one rank: {inputs['samples']} samples, {inputs['tokens']:,} whole numbers in {batches}"
-    for each in tree["classes"]:
+    for each, ranks in zip(tree["classes"], structure(tree, tree["script"]).classes, strict=True):
         yield ""
         yield (
             f"rank {each['rank']}; {each['ranks'] - 1} more are taken to do the same"
@@ -141,7 +141,7 @@ def lines_of(tree: dict[str, Any], limit: float | None) -> Iterator[str]:
             else f"rank {each['rank']}"
         )
         yield from _memory(each, limit)
-        yield from _traffic(each)
+        yield from _traffic(ranks)
         yield f"  {each['flops']:.4g} FLOP a step"
     if found := tree.get("largest_micro_batch"):
         yield ""
@@ -176,18 +176,12 @@ def _memory(each: dict[str, Any], limit: float | None) -> Iterator[str]:
         yield f"  peak {where}"
 
 
-def _traffic(each: dict[str, Any]) -> Iterator[str]:
-    sums: dict[tuple[str, ...], list[float]] = {}
-    for sent in each["collectives"]:
-        link = "node" if sent["within_node"] else "network"
-        key = (sent["phase"], sent["op"], sent["axis"], str(sent["ranks"]), link)
-        total = sums.setdefault(key, [0, 0])
-        total[0] += sent["calls"]
-        total[1] += sent["calls"] * sent["payload"]
+def _traffic(ranks: RankClass) -> Iterator[str]:
+    sums = totals(ranks.collectives)
     if sums:
         yield f"  {'sent':<11}{'':<16}{'axis':<10}{'ranks':>6}  {'link':<8}{'calls':>7}{'bytes':>18}"
-    for (phase, op, axis, ranks, link), (calls, payload) in sums.items():
-        yield f"  {phase:<11}{op:<16}{axis:<10}{ranks:>6}  {link:<8}{calls:>7,}{payload:>18,}"
+    for (phase, op, axis, link, size), (calls, payload) in sums.items():
+        yield f"  {phase:<11}{op:<16}{axis:<10}{size:>6}  {link:<8}{calls:>7,.0f}{payload:>18,.0f}"
 
 
 def verdict(tree: dict[str, Any], limit: float) -> list[str]:

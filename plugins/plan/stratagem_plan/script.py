@@ -20,15 +20,8 @@ from stratagem.api.options import as_list, changes
 from stratagem.api.world import World
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan import operators
-from stratagem_plan.counter import counting_resizes
-from stratagem_plan.planned import (
-    Planned,
-    PlannedAccelerator,
-    PlannedEnvironment,
-    Planner,
-    converting_fakes,
-    subclassing_fakes,
-)
+from stratagem_plan.patches import converting_fakes, counting_resizes, subclassing_fakes
+from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner
 
 #: Names plugins that a process is not to use.
 DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
@@ -95,11 +88,14 @@ class PlannedScript:
 
     def _explained(self, error: BaseException) -> ConfigError:
         """Return the error for a script that `error` ended, with the line where it did."""
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(each.filename)]
-        if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-            frames = [each for each in frames if not _is_ours(each.filename)]
+        asks_for_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        frames = [
+            each
+            for each in traceback.extract_tb(error.__traceback__)
+            if not _is_of_a_library(each.filename) and (asks_for_value or not _is_ours(each.filename))
+        ]
         place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else str(self.path)
-        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        if asks_for_value:
             if frames and _is_ours(frames[-1].filename):
                 return ConfigError(
                     f"{place} asks for the value of a tensor, for a plugin that this run chose",

@@ -16,7 +16,7 @@ from stratagem_plan.micro_batches import divisors, largest
 from stratagem_plan.plan_file import structure
 from stratagem_plan.result import LIBRARY_BYTES
 from stratagem_plan.script import PlannedScript
-from stratagem_plan.variants import CannotBePlanned, Variant, peak_of, plan_all
+from stratagem_plan.variants import CannotBePlanned, Variant, micro_batch_of, peak_of, plan_all
 
 #: What a candidate on the front needs less than all faster ones, unless its numerics are more exact.
 SMALLER = 0.9
@@ -68,7 +68,7 @@ class Planned:
     @property
     def micro_batch(self) -> int:
         """Return the samples of one of its batches."""
-        return int(self.tree["inputs"]["samples"] // self.tree["accumulate"]) if self.tree else 0
+        return micro_batch_of(self.tree) if self.tree else 0
 
 
 #: Yields the next candidate to plan, and is sent what came of it.
@@ -211,7 +211,7 @@ class Explorer:
             why = "by a closed formula, what is kept beside activations takes more than twice the memory"
             self.left_out.append((f"{candidate.words} ({states / 1e9:,.0f} GB)", why))
             return []
-        own = tree["inputs"]["samples"] // tree["accumulate"]
+        own = micro_batch_of(tree)
         sizes = divisors(self.samples // ranks)
         if "micro_batch" in self.searched and self._resizes:
             return sizes

@@ -93,6 +93,11 @@ def peak_of(tree: dict[str, Any]) -> int:
     return max(int(each["peak"]) for each in tree["classes"])
 
 
+def micro_batch_of(tree: dict[str, Any]) -> int:
+    """Return the samples of one of a rank's batches."""
+    return int(tree["inputs"]["samples"]) // int(tree["accumulate"])
+
+
 def _received(answer: Any, process: Any) -> dict[str, Any] | str:
     try:
         found: dict[str, Any] | str = answer.recv()
