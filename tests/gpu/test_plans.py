@@ -1,4 +1,4 @@
-"""What a plan takes torch's allocator to reserve is what it reserves."""
+"""What plans are compared with: what torch's allocator reserves, and the memory in which runs fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +41,34 @@ def test_the_allocator_reserves_what_a_plan_counts(is_expandable):
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
 
     assert [real for real, _ in json.loads(done.stdout)] == [planned for _, planned in json.loads(done.stdout)]
+
+
+PLAN = Path(__file__).parents[1] / "plan"
+TRAIN = PLAN / "train_gpt.py"
+ROWS = json.loads((PLAN / "memory.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_a_run_needs_what_was_measured(number, tmp_path):
+    """The file is what plans are compared with on machines without a GPU."""
+    row = ROWS[number]
+    given = row["given"] | {"vocab": 50304, "length": 1024}
+    (allocated, reserved), _ = _train(given, tmp_path)
+    fitting = []
+    for memory, _ in row["limits"]:
+        peaks, errors = _train(given | {"memory": memory}, tmp_path)
+        assert peaks or "OutOfMemoryError" in errors, errors[-2000:]
+        fitting.append([memory, bool(peaks)])
+
+    assert [allocated, reserved] == pytest.approx([row["allocated"], row["reserved"]], rel=0.002)
+    assert fitting == row["limits"]
+
+
+def _train(given, folder):
+    """Return the bytes that the run has allocated and reserved, None if it ended early; and what it has printed."""
+    peaks = folder / "peaks.json"
+    peaks.unlink(missing_ok=True)
+    inherited = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    command = [sys.executable, str(TRAIN), json.dumps(given | {"peaks": str(peaks)})]
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=False)
+    return json.loads(peaks.read_text()) if peaks.exists() else None, done.stderr

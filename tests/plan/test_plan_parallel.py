@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from plan.test_plan import SCRIPT, plan
-from stratagem_plan.result import LIBRARY_BYTES
+from stratagem_plan.allocator import LIBRARY_BYTES
 
 BYTES = pytest.mark.sweep(
     guard="tests/plan/test_plan_parallel.py::test_a_plan_sends_and_holds_what_each_rank_of_a_run_does",

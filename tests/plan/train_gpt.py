@@ -1,7 +1,7 @@
 """A training script as users write it: python train_gpt.py '{"layers": 2, "strategy": "ddp"}'.
 
 With "count_to", each rank writes to that folder what it sent in its steps; with "counted", what `stratagem_plan.counter`
-counts in its last step.
+counts in its last step. With "memory" CUDA has so many bytes; to "peaks" is written what it has allocated and reserved.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from stratagem_parallel import context_offset
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
     "strategy": "ddp", "devices": 1, "recompute": False, "experts": 0, "count_to": None, "counted": None, "options": {},
+    "memory": None, "peaks": None,
 } | json.loads(sys.argv[1])  # fmt: skip
 
 
@@ -110,6 +111,8 @@ class Count(sg.Callback):
         Path(given["count_to"], f"{run.rank}-{batch_idx}.json").write_text(json.dumps(told))
 
 
+if given["memory"]:
+    torch.cuda.set_per_process_memory_fraction(given["memory"] / torch.cuda.get_device_properties(0).total_memory)
 plugins = []
 if given["counted"]:
     from counted import Counted
@@ -124,3 +127,6 @@ trainer = sg.Trainer(
     plugins=plugins, activation_checkpointing=[Block] if given["recompute"] else None, **given["options"],
 )  # fmt: skip
 trainer.fit(GPT(), torch.utils.data.DataLoader(Words(), batch_size=given["micro"]))
+if given["peaks"]:
+    peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+    Path(given["peaks"]).write_text(json.dumps(peaks))

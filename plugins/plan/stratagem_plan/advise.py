@@ -49,7 +49,9 @@ class Advise(Command):
         from stratagem_plan.search import Explorer
         from stratagem_plan.variants import CannotBePlanned
 
-        script = PlannedScript(arguments.script, arguments.arguments, arguments.devices, arguments.nodes)
+        script = PlannedScript(
+            arguments.script, arguments.arguments, arguments.devices, arguments.nodes, device.need("memory_bytes")
+        )
         explorer = Explorer(script=script, device=device, searched=searched)
         try:
             explorer.explore()

@@ -6,12 +6,16 @@ The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11, with and
 from __future__ import annotations
 
 import bisect
+import math
 
 from attrs import define, field
 
 _MIB = 1 << 20
 #: Allocations are multiples of this; up to `_SMALL` they are in segments of their own.
 GRAIN, _SMALL = 512, _MIB
+#: What cuBLAS takes for itself on an H200 in torch 2.11: with the first product of matrices, and the first of backward.
+LIBRARIES = {"forward": (32 * _MIB, _MIB), "backward": (32 * _MIB,)}
+LIBRARY_BYTES = sum(map(sum, LIBRARIES.values()))
 #: No segment is larger than two to this.
 _SEGMENT_BITS = 50
 
@@ -27,6 +31,11 @@ class Block:
     before: Block | None = None
     after: Block | None = None
     is_free: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.before is None and self.after is None
 
 
 @define(eq=False)
@@ -44,12 +53,18 @@ class _Pool:
 class Allocator:
     """Follows allocations; `reserved` is what ``torch.cuda.memory_reserved`` says, in bytes.
 
-    The device is taken to be large: where it is full, torch gives segments without a used block back to it.
+    Where the device is full, segments without a used block go back to it. Extended ones have no limit here.
     """
 
     is_expandable: bool
+    #: Bytes of the device.
+    limit: float = math.inf
     reserved: int = 0
     peak: int = 0
+    #: The most bytes that the device had too few, with all free segments given back.
+    lacking: float = 0
+    #: How often free segments were given back.
+    returns: int = 0
     _segments: int = 0
     _pools: dict[tuple[object, bool], _Pool] = field(factory=dict)
 
@@ -58,6 +73,8 @@ class Allocator:
         is_small = size <= _SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
         at = bisect.bisect_left(pool.free, (size, 0))
+        if self.is_expandable and at + 1 < len(pool.free) and pool.free[at][2] is pool.last:
+            at += 1  # it could become as large as any
         block = pool.free.pop(at)[2] if at < len(pool.free) else self._reserve(size, pool)
         block.is_free = False
         rest = block.size - size
@@ -95,9 +112,19 @@ class Allocator:
             pool.last = block
             if end is not None:
                 end.after = block
+        if self.reserved + more > self.limit and not self.is_expandable:
+            self._give_back()
+            self.lacking = max(self.lacking, self.reserved + more - self.limit)
         self.reserved += more
         self.peak = max(self.peak, self.reserved)
         return block
+
+    def _give_back(self) -> None:
+        """Give free segments, of all streams, back to the device."""
+        self.returns += 1
+        for pool in self._pools.values():
+            self.reserved -= sum(block.size for _, _, block in pool.free if block.is_whole)
+            pool.free = [entry for entry in pool.free if not entry[2].is_whole]
 
     def _insert(self, block: Block) -> None:
         """Add a free block beside its neighbours."""

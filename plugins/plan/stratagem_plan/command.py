@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -38,7 +39,12 @@ class PlanCommand(Command):
         parser.add_argument("--largest-micro-batch", action="store_true", help="find the largest one that fits")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, for `stratagem simulate`")
         page.add_options(parser)
-        parser.add_argument("script", type=Path, help="the training script, which runs unchanged for two steps")
+        parser.add_argument(
+            "--measure", type=Path, metavar="FILE", help="write a device file of this machine there, which has --devices"
+        )
+        parser.add_argument(
+            "script", type=Path, nargs="?", help="the training script, which runs unchanged for two steps"
+        )
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -46,6 +52,11 @@ class PlanCommand(Command):
         from stratagem_plan.result import lines_of, misfit, verdict
         from stratagem_plan.variants import CannotBePlanned
 
+        if arguments.measure:
+            from stratagem_plan.measure import measure
+
+            arguments.measure.write_text(measure(arguments.devices))
+            return 0
         check_cluster(arguments)
         for rank in arguments.rank or ():
             if not 0 <= rank < arguments.devices * arguments.nodes:
@@ -87,6 +98,8 @@ def check_cluster(arguments: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name} is '{path}', and the folder '{path.parent}' does not exist", do="make it first"
             )
+    if arguments.script is None:
+        raise ConfigError("no script was given", expected="stratagem plan [options] SCRIPT")
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
 
@@ -97,7 +110,9 @@ def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
     from stratagem_plan.script import PlannedScript
     from stratagem_plan.variants import Variant, plan, plan_ranks
 
-    script = PlannedScript(arguments.script, arguments.arguments, arguments.devices, arguments.nodes)
+    script = PlannedScript(
+        arguments.script, arguments.arguments, arguments.devices, arguments.nodes, math.inf if limit is None else limit
+    )
     if arguments.micro_batch is not None:
         samples = plan(Variant(script=script, device=arguments.device))["inputs"]["samples"]
         script = divided(script, samples, arguments.micro_batch)

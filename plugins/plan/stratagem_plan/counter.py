@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from stratagem_plan.allocator import GRAIN, Allocator, Block
+from stratagem_plan.allocator import GRAIN, LIBRARIES, Allocator, Block
 from stratagem_plan.backend import current_stream
 
 aten = torch.ops.aten
@@ -100,9 +100,11 @@ class StepCounter(TorchDispatchMode):
     Works with real tensors and with fake ones.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, limit: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.device_type, self._phase = device_type, "forward"
+        #: Bytes that an allocator can reserve.
+        self.limit = limit
         self.now: Count[str] = Count()
         self.total, self.peak = 0, Peak()
         self.modules = Modules()
@@ -114,9 +116,11 @@ class StepCounter(TorchDispatchMode):
         self.uncounted: Count[str] = Count()
         self._live: dict[int, list[Any]] = {}
         #: Without and with segments that can be extended.
-        self.allocators = _allocators()
+        self.allocators = _allocators(self.limit)
         #: Blocks of storages that are gone: Python may drop them while an allocator is at work.
         self._gone: list[tuple[Block, ...]] = []
+        #: Blocks of cuBLAS by phase: they stay.
+        self._libraries: dict[str, list[tuple[Block, ...]]] = {}
         self._quiet = 0
 
     @property
@@ -151,6 +155,10 @@ class StepCounter(TorchDispatchMode):
                 allocator.give(block)
         return tuple(each.take(size, current_stream()) for each in self.allocators if size)
 
+    def _use(self, sizes: Iterable[int]) -> None:
+        """Let the allocators give out and take back what a kernel needs while it runs."""
+        self._gone += [self._take(-(-size // GRAIN) * GRAIN) for size in sizes]
+
     def _grow(self, size: int, category: str) -> None:
         self.now[category] += size
         self.total += size
@@ -183,10 +191,12 @@ class StepCounter(TorchDispatchMode):
 
     def settle(self) -> None:
         """Let the allocators begin with what is allocated now: a run builds modules on the CPU."""
-        self.allocators = _allocators()
+        self.allocators = _allocators(self.limit)
         self._gone.clear()
         for known in list(self._live.values()):  # Python may drop some of them meanwhile
             known[2] = self._take(known[0])
+        for phase in self._libraries:
+            self._libraries[phase] = [self._take(size) for size in LIBRARIES[phase]]
 
     def counted(self) -> tuple[Count[Any], Count[Any]]:
         """Return a copy of the work and the messages so far."""
@@ -234,6 +244,8 @@ class StepCounter(TorchDispatchMode):
         fresh = [each for each in made if each.untyped_storage()._cdata not in self._live]
         for each in fresh:
             self.add(each, category)
+        if name in SCRATCH:
+            self._use(SCRATCH[name](args[1]))
         if func.namespace == "aten" and not func.is_view:
             self._work(func, name, args, kwargs, result, made)
         return result
@@ -245,6 +257,9 @@ class StepCounter(TorchDispatchMode):
             return
         dtype = str((made or tensors)[0].dtype).removeprefix("torch.")
         if packet in _MATMULS:
+            phase = "backward" if self.phase == "backward" else "forward"  # a thread that differentiates has its own
+            if phase not in self._libraries:
+                self._libraries[phase] = [self._take(size) for size in LIBRARIES[phase]]
             one, other = (args[index] for index in _MATMULS[packet])
             batch = one.shape[0] if one.dim() == 3 else 1
             self.work[self.phase, "matmul", dtype, one.shape[-2], other.shape[-1], one.shape[-1], batch] += 1
@@ -302,8 +317,25 @@ class StepCounter(TorchDispatchMode):
         return total
 
 
-def _allocators() -> tuple[Allocator, Allocator]:
-    return Allocator(is_expandable=False), Allocator(is_expandable=True)
+def _of_flash(query: torch.Tensor) -> list[int]:
+    batch, heads, length, width = query.shape
+    rows = batch * heads * (-(-length // 128) * 128) * 4
+    return [rows, rows * -(-width // 32) * 32]
+
+
+def _of_efficient(query: torch.Tensor) -> list[int]:
+    return [query.numel() * 4, query.numel() // query.shape[-1] * 4] if query.dtype is torch.float32 else []
+
+
+#: Bytes that backward kernels of attention take beside their results (torch's flash_api.cpp and attention_backward.cu).
+SCRATCH = {
+    "_scaled_dot_product_flash_attention_backward": _of_flash,
+    "_scaled_dot_product_efficient_attention_backward": _of_efficient,
+}
+
+
+def _allocators(limit: float) -> tuple[Allocator, Allocator]:
+    return Allocator(is_expandable=False, limit=limit), Allocator(is_expandable=True)
 
 
 def _allocated(storage: torch.UntypedStorage) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -99,7 +100,9 @@ class Planner(Plugin):
     samples: int = field(init=False, default=0)
     #: How often the second batch of a step counts: a step of many batches is told from one of three.
     repeats: int = 1
-    counter: StepCounter = field(init=False, factory=lambda: StepCounter(NAME))
+    #: Bytes of the device.
+    memory: float = math.inf
+    counter: StepCounter = field(init=False)
     fake: FakeTensorMode = field(init=False, factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     #: The run, once it has a model.
     run: Any = field(init=False, default=None)
@@ -114,6 +117,10 @@ class Planner(Plugin):
     #: Work, messages and inputs of a step after its first batch.
     _first: tuple[Any, dict[str, int]] = field(init=False, factory=lambda: ((), {}))
     _modes: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
+
+    @counter.default
+    def _counter(self) -> StepCounter:
+        return StepCounter(NAME, self.memory)
 
     def _begin(self) -> None:
         """Compute with tensors without values from here to `close`, also in a loop of the user's."""

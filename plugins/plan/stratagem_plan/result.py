@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
+from stratagem_plan.allocator import LIBRARY_BYTES
 from stratagem_plan.plan_file import SCHEMA, RankClass, structure, totals
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from stratagem_plan.script import PlannedScript
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "messages", "temporary")
-#: What CUDA's libraries take for themselves on an H200 in torch 2.11: cuBLAS's workspaces.
-LIBRARY_BYTES = 68_157_440
 #: What makes torch's allocator keep less.
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 #: What is taken for granted in every plan.
@@ -75,8 +74,10 @@ def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
         "rank": run.rank,
         "ranks": next(len(alike) for alike in planner.classes if run.rank in alike),
         "peak": counter.peak.total + LIBRARY_BYTES,
-        "reserved": counter.allocators[0].peak + LIBRARY_BYTES,
-        "reserved_expandable": counter.allocators[1].peak + LIBRARY_BYTES,
+        "reserved": counter.allocators[0].peak,
+        "lacking": int(counter.allocators[0].lacking),
+        "returns": counter.allocators[0].returns,
+        "reserved_expandable": counter.allocators[1].peak,
         "at_peak": {name: counter.peak.by.get(name, 0) for name in CATEGORIES} | {"libraries": LIBRARY_BYTES},
         "peak_phase": counter.peak.phase,
         "peak_module": counter.peak.module,
@@ -186,28 +187,27 @@ def _traffic(ranks: RankClass) -> Iterator[str]:
 
 def verdict(tree: dict[str, Any], limit: float) -> list[str]:
     """Return whether the plan fits into `limit` bytes, as lines of text."""
-    kept = max(each["reserved_expandable"] for each in tree["classes"])
     if words := misfit(tree, limit):
         return words
-    if kept > limit:
-        return [f"fits, if torch gives back what it keeps ({kept - limit:,.0f} bytes too much), which slows steps down"]
-    if max(each["reserved"] for each in tree["classes"]) > limit:
-        return [f"fits with {EXPANDABLE}; without it torch gives back what it keeps, which slows steps down"]
+    if max(each["returns"] for each in tree["classes"]):
+        return [f"fits, and torch gives back what it keeps, which slows steps down; less so with {EXPANDABLE}"]
     return ["fits"]
 
 
 def misfit(tree: dict[str, Any], limit: float) -> list[str]:
     """Return by how much the plan does not fit into `limit` bytes, and three ways out; nothing if it does."""
-    worst = max(tree["classes"], key=lambda each: each["peak"])
+    worst = max(tree["classes"], key=lambda each: (each["peak"] > limit and each["peak"], each["lacking"]))
     over = worst["peak"] - limit
-    if over <= 0:
+    if over > 0:
+        text = f"needs {over:,.0f} bytes more than the device has"
+    elif worst["lacking"]:
+        text = f"lacks {worst['lacking']:,} bytes, since what torch keeps free is in pieces"
+    else:
         return []
-    by = worst["at_peak"]
-    ways = sorted(_ways(by), key=lambda way: -way[0])[:3]
-    return [
-        f"does not fit: rank {worst['rank']} needs {over:,.0f} bytes more than the device has",
-        *(f"  {text} ({amount:,.0f} bytes are {name})" for amount, name, text in ways),
-    ]
+    ways = sorted(_ways(worst["at_peak"]), key=lambda way: -way[0])
+    said = [f"  {text} ({amount:,.0f} bytes are {name})" for amount, name, text in ways]
+    pieces = [f"  {EXPANDABLE}, with which it keeps less"] if over <= 0 else []
+    return [f"does not fit: rank {worst['rank']} {text}", *[*pieces, *said][:3]]
 
 
 def _ways(by: dict[str, int]) -> Iterator[tuple[int, str, str]]:

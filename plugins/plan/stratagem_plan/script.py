@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import runpy
 import sys
@@ -40,6 +41,8 @@ class PlannedScript:
     #: Devices of a node.
     devices: int = 1
     nodes: int = 1
+    #: Bytes of each device.
+    memory: float = math.inf
     num_steps: int = 2
     #: Arguments of the script's Trainer, or Run, that the plan replaces.
     settings: Mapping[str, Any] = field(factory=dict)
@@ -60,7 +63,7 @@ class PlannedScript:
             store_hosted=True,
         )  # fmt: skip
         repeats = max(1, (self.accumulate or 1) - (_BATCHES - 1))
-        planner = Planner(num_steps=self.num_steps, micro_batch=self.micro_batch, repeats=repeats)
+        planner = Planner(num_steps=self.num_steps, micro_batch=self.micro_batch, repeats=repeats, memory=self.memory)
         operators.register()
         try:
             with (

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 from attrs import define, evolve, field, frozen
 
 from stratagem.errors import ConfigError
+from stratagem_plan.allocator import LIBRARY_BYTES
 from stratagem_plan.candidates import CHECKPOINTING, MARGIN, Candidate, Layout, cutting_layers, layouts, precisions
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
 from stratagem_plan.micro_batches import divisors, largest
 from stratagem_plan.plan_file import structure
-from stratagem_plan.result import LIBRARY_BYTES
 from stratagem_plan.script import PlannedScript
 from stratagem_plan.variants import CannotBePlanned, Variant, micro_batch_of, peak_of, plan_all
 
