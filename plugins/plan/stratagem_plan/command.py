@@ -40,7 +40,7 @@ class PlanCommand(Command):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, for `stratagem simulate`")
         page.add_options(parser)
         parser.add_argument(
-            "--measure", type=Path, metavar="FILE", help="write a device file of this machine there, which has --devices"
+            "--measure", type=Path, metavar="FILE", help="write a device file of this machine, with its --devices"
         )
         parser.add_argument(
             "script", type=Path, nargs="?", help="the training script, which runs unchanged for two steps"
