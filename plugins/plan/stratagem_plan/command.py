@@ -74,6 +74,10 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--device", default="h100-sxm-80gb", help="their type (default: h100-sxm-80gb)")
     parser.add_argument("--device-file", type=Path, help="TOML file with figures of the device")
+    parser.add_argument(
+        "--assume", action="append", default=[], metavar="FILE.py:LINE=VALUE",
+        help="the value of a tensor that this line asks for; again for several",
+    )  # fmt: skip
 
 
 def check_cluster(arguments: argparse.Namespace) -> None:
@@ -93,11 +97,13 @@ def check_cluster(arguments: argparse.Namespace) -> None:
 
 def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
     """Return the plan of one rank of each class, or of the ranks that were named."""
+    from stratagem_plan.assumptions import read
     from stratagem_plan.micro_batches import divided
     from stratagem_plan.script import PlannedScript
     from stratagem_plan.variants import Variant, plan, plan_ranks
 
-    script = PlannedScript(arguments.script, arguments.arguments, arguments.devices, arguments.nodes)
+    assume = read(arguments.assume)
+    script = PlannedScript(arguments.script, arguments.arguments, arguments.devices, arguments.nodes, assume=assume)
     if arguments.micro_batch is not None:
         samples = plan(Variant(script=script, device=arguments.device))["inputs"]["samples"]
         script = divided(script, samples, arguments.micro_batch)

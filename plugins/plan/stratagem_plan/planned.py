@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from stratagem.api import Accelerator, Environment, Plugin, World, hookimpl
 from stratagem.distributed.default_group import leave_group
+from stratagem_plan.assumptions import AssumingMode, Assumptions
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
 from stratagem_plan.group import PlannedCollectives
@@ -100,7 +101,9 @@ class Planner(Plugin):
     #: How often the second batch of a step counts: a step of many batches is told from one of three.
     repeats: int = 1
     counter: StepCounter = field(init=False, factory=lambda: StepCounter(NAME))
-    fake: FakeTensorMode = field(init=False, factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    #: What is taken for the values of tensors.
+    assumptions: Assumptions = field(factory=lambda: Assumptions({}))
+    fake: AssumingMode = field(init=False)
     #: The run, once it has a model.
     run: Any = field(init=False, default=None)
     #: Numbers in the model's parameters, before the strategy divides them.
@@ -114,6 +117,10 @@ class Planner(Plugin):
     #: Work, messages and inputs of a step after its first batch.
     _first: tuple[Any, dict[str, int]] = field(init=False, factory=lambda: ((), {}))
     _modes: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
+
+    @fake.default
+    def _make_fake(self) -> AssumingMode:
+        return AssumingMode(self.assumptions)
 
     def _begin(self) -> None:
         """Compute with tensors without values from here to `close`, also in a loop of the user's."""

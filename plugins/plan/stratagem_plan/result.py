@@ -33,7 +33,7 @@ ASSUMPTIONS = (
 def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, Any]:
     """Return the plan of one rank as data: the plan file's, see `stratagem_plan.plan_file`."""
     run, inputs = planner.run, planner.inputs
-    assumptions = [*ASSUMPTIONS]
+    assumptions = [*ASSUMPTIONS, *planner.assumptions.used]
     for name, count in sorted(planner.counter.uncounted.items()):
         assumptions.append(f"{name} ({count} calls) counts no FLOPs")
     if len(run.stack.strategies) > 1:

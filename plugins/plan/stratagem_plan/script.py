@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from attrs import define, field
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -20,7 +19,9 @@ from stratagem.api.options import as_list, changes
 from stratagem.api.world import World
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan import operators
+from stratagem_plan.assumptions import Assumptions, answers_scalar
 from stratagem_plan.patches import converting_fakes, counting_resizes, subclassing_fakes
+from stratagem_plan.places import is_of_a_library, is_ours
 from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner
 
 #: Names plugins that a process is not to use.
@@ -47,6 +48,8 @@ class PlannedScript:
     micro_batch: int | None = None
     #: Batches of a step of a Trainer; None for as many as the script accumulates.
     accumulate: int | None = None
+    #: Values by the place that asks for that of a tensor, such as ``train.py:30``.
+    assume: Mapping[str, bool | float] = field(factory=dict)
 
     def on(self, rank: int) -> Planner:
         """Run the script as `rank`; return what was counted. Once in a process: torch keeps what a script registers.
@@ -60,7 +63,12 @@ class PlannedScript:
             store_hosted=True,
         )  # fmt: skip
         repeats = max(1, (self.accumulate or 1) - (_BATCHES - 1))
-        planner = Planner(num_steps=self.num_steps, micro_batch=self.micro_batch, repeats=repeats)
+        planner = Planner(
+            num_steps=self.num_steps,
+            micro_batch=self.micro_batch,
+            repeats=repeats,
+            assumptions=Assumptions(self.assume),
+        )
         operators.register()
         try:
             with (
@@ -92,19 +100,22 @@ class PlannedScript:
         frames = [
             each
             for each in traceback.extract_tb(error.__traceback__)
-            if not _is_of_a_library(each.filename) and (asks_for_value or not _is_ours(each.filename))
+            if not is_of_a_library(each.filename) and (asks_for_value or not is_ours(each.filename))
         ]
         place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else str(self.path)
         if asks_for_value:
-            if frames and _is_ours(frames[-1].filename):
+            if frames and is_ours(frames[-1].filename):
                 return ConfigError(
                     f"{place} asks for the value of a tensor, for a plugin that this run chose",
                     expected="plugins that decide by shapes", do="plan with another precision, strategy or comm_hook",
                 )  # fmt: skip
+            line = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+            tell = f"tell it: `--assume {line}=VALUE`, or assume={{'{line}': VALUE}} from Python; or "
             return ConfigError(
                 f"the step asks for the value of a tensor at {place}",
                 expected="a step whose shapes decide what it does",
-                do="plan without that line: tensors of a plan have shapes and no values",
+                do=f"{tell * (bool(frames) and answers_scalar(error))}"
+                "plan without that line: tensors of a plan have shapes and no values",
             )
         first = (str(error).splitlines() or [""])[0]
         return ConfigError(
@@ -156,17 +167,3 @@ _QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     "num_sanity_val_steps": 0, "limit_val_batches": 0, "fast_dev_run": False,
 }  # fmt: skip
-
-
-def _is_of_a_library(path: str) -> bool:
-    """Whether a file is of Python, torch or pluggy, or of this package."""
-    folders = {os.path.dirname(module.__file__ or "") for module in (os, torch, sys.modules["pluggy"])} | {
-        os.path.dirname(__file__)
-    }
-    return path.startswith(("<", *(f"{folder}/" for folder in folders)))
-
-
-def _is_ours(path: str) -> bool:
-    """Whether a file is of a package of stratagem."""
-    names = [name for name in sys.modules if name.startswith("stratagem")]
-    return any(getattr(sys.modules[name], "__file__", None) == path for name in names)

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from stratagem.errors import StratagemError
+from stratagem_plan.assumptions import check_used
 from stratagem_plan.result import tree_of
 from stratagem_plan.script import PlannedScript
 
@@ -75,6 +76,7 @@ def plan_ranks(variant: Variant, ranks: Sequence[int] | None = None) -> dict[str
 
     Raises:
         CannotBePlanned: what is in the way of one of them.
+        ConfigError: none of them has used one of the script's assumptions.
     """
     first, *others = dict.fromkeys(ranks or [0])
     tree = plan(evolve(variant, rank=first))
@@ -85,6 +87,8 @@ def plan_ranks(variant: Variant, ranks: Sequence[int] | None = None) -> dict[str
         if isinstance(other, str):
             raise CannotBePlanned(other)
         tree["classes"] += other["classes"]
+        tree["assumptions"] = [*dict.fromkeys(tree["assumptions"] + other["assumptions"])]
+    check_used(variant.script.assume, tree["assumptions"])
     return tree
 
 
