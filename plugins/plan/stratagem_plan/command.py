@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,13 @@ class PlanCommand(Command):
         print("\n".join(verdict(tree, limit)))
         return DOES_NOT_FIT if misfit(tree, limit) else 0
 
+    @staticmethod
+    def of(settings: Any, train: Callable[[], object], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plan of what a Trainer or a Run trains: see `stratagem_plan.call.plan_call`."""
+        from stratagem_plan.call import plan_call
+
+        return plan_call(settings, train, name, **options)
+
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which cluster is planned for."""
@@ -82,9 +90,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 def check_cluster(arguments: argparse.Namespace) -> None:
     """Refuse a cluster of no devices, a script that does not exist, and files in folders that do not exist."""
-    for name in ("devices", "nodes"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(arguments, name)}", expected="at least 1")
+    check_counts("--", devices=arguments.devices, nodes=arguments.nodes)
     for name in ("json", "html"):
         path = getattr(arguments, name, None)
         if path is not None and not path.parent.is_dir():
@@ -93,6 +99,13 @@ def check_cluster(arguments: argparse.Namespace) -> None:
             )
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
+
+
+def check_counts(prefix: str, **counts: int) -> None:
+    """Refuse a cluster of no devices; `prefix` begins names of options."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{prefix}{name} is {count}", expected="at least 1")
 
 
 def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from stratagem_plan.assumptions import AssumingMode, Assumptions
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
 from stratagem_plan.group import PlannedCollectives
-from stratagem_plan.patches import quiet_shapes
+from stratagem_plan.patches import quiet_shapes, without_values
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -141,6 +141,11 @@ class Planner(Plugin):
         if isinstance(loader, DataLoader):
             loader.pin_memory = False  # there is no device to pin it for
         return loader
+
+    @hookimpl(tryfirst=True)
+    def prepare_module(self, module: torch.nn.Module) -> None:
+        with self.fake:  # what the script has not built while it is planned
+            module._apply(without_values)
 
     @hookimpl(wrapper=True)
     def wrap_model(self, module: torch.nn.Module, run: RunContext) -> Generator[None, Any, Any]:

@@ -8,7 +8,7 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class PlannedScript:
     accumulate: int | None = None
     #: Values by the place that asks for that of a tensor, such as ``train.py:30``.
     assume: Mapping[str, bool | float] = field(factory=dict)
+    #: Trains in place of the file at `path`, which is only a name then.
+    train: Callable[[], object] | None = None
 
     def on(self, rank: int) -> Planner:
         """Run the script as `rank`; return what was counted. Once in a process: torch keeps what a script registers.
@@ -79,7 +81,7 @@ class PlannedScript:
                 operators.Building(planner.fake, planner.counter),
                 contextlib.closing(planner),
             ):
-                runpy.run_path(str(self.path), run_name="__main__")
+                self._start()
         except Planned:
             return planner
         except StratagemError:
@@ -89,10 +91,22 @@ class PlannedScript:
                 raise self._explained(error) from error
         if len(planner.ends) >= self.num_steps:
             return planner
+        trains = planner.run is not None or self.train is not None
         raise ConfigError(
             f"{self.path} has ended after {len(planner.ends)} optimizer steps", expected=f"{self.num_steps} of them",
-            do="plan the command that trains, with its arguments" if planner.run is None else "let it train longer",
+            do="let it train longer" if trains else "plan the command that trains, with its arguments",
         )  # fmt: skip
+
+    def _start(self) -> None:
+        if self.train is not None:
+            self.train()
+            return
+        argv, path = sys.argv, sys.path[:]
+        sys.argv, sys.path[:0] = [str(self.path), *self.arguments], [str(self.path.parent.absolute())]
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        finally:
+            sys.argv, sys.path[:] = argv, path
 
     def _explained(self, error: BaseException) -> ConfigError:
         """Return the error for a script that `error` ended, with the line where it did."""
@@ -126,7 +140,7 @@ class PlannedScript:
     @contextlib.contextmanager
     def _changed(self, world: World, planner: Planner) -> Iterator[None]:
         """Within, every run of this process is planned."""
-        argv, path, denied = sys.argv, sys.path[:], os.environ.get(DENY_VARIABLE)
+        denied = os.environ.get(DENY_VARIABLE)
         with tempfile.TemporaryDirectory(prefix="stratagem-plan-") as folder:
 
             def change(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,13 +158,11 @@ class PlannedScript:
                 return values | _QUIET | {"callbacks": callbacks}
 
             changes.append(change)
-            sys.argv, sys.path[:0] = [str(self.path), *self.arguments], [str(self.path.parent.absolute())]
             os.environ[DENY_VARIABLE] = ",".join(filter(None, [denied, *_LEFT_OUT]))
             try:
                 yield
             finally:
                 changes.remove(change)
-                sys.argv, sys.path[:] = argv, path
                 os.environ.pop(DENY_VARIABLE, None)
                 if denied is not None:
                     os.environ[DENY_VARIABLE] = denied

@@ -12,8 +12,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from stratagem.errors import StratagemError
+from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan.assumptions import check_used
+from stratagem_plan.backend import check_autograd
 from stratagem_plan.result import tree_of
 from stratagem_plan.script import PlannedScript
 
@@ -21,7 +22,7 @@ from stratagem_plan.script import PlannedScript
 AT_ONCE = 2
 
 
-class CannotBePlanned(StratagemError):
+class CannotBePlanned(ConfigError):
     """A script has no plan, for the reason that its text tells."""
 
 
@@ -122,6 +123,7 @@ def _answer(question: Connection, variant: Variant, quiet: bool) -> None:
         else:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
+            check_autograd()
             planner = variant.script.on(variant.rank)
             question.send(tree_of(variant.script, variant.device, planner))
         except StratagemError as error:
