@@ -11,8 +11,7 @@ from attrs import fields
 
 from stratagem.api.options import changes
 from stratagem_plan.assumptions import check
-from stratagem_plan.command import check_counts
-from stratagem_plan.devices import find
+from stratagem_plan.devices import check_counts, find
 from stratagem_plan.script import PlannedScript
 from stratagem_plan.variants import Variant, plan_ranks
 

@@ -15,7 +15,7 @@ from attrs import evolve
 from stratagem.api import Command
 from stratagem.errors import ConfigError
 from stratagem_plan import page
-from stratagem_plan.devices import find
+from stratagem_plan.devices import check_counts, find
 from stratagem_plan.plan_file import structure
 
 if TYPE_CHECKING:
@@ -99,13 +99,6 @@ def check_cluster(arguments: argparse.Namespace) -> None:
             )
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
-
-
-def check_counts(prefix: str, **counts: int) -> None:
-    """Refuse a cluster of no devices; `prefix` begins names of options."""
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{prefix}{name} is {count}", expected="at least 1")
 
 
 def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
