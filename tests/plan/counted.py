@@ -9,6 +9,7 @@ from unittest import mock
 from attrs import define, field
 from torch.distributed import Work
 
+from stratagem.api import hookimpl
 from stratagem_plan.counter import StepCounter
 from stratagem_plan.patches import counting_resizes
 from stratagem_plan.planned import Planner
@@ -20,6 +21,10 @@ class Counted(Planner):
 
     folder: Path = field(converter=Path)
     counter: StepCounter = field(init=False, factory=lambda: StepCounter("cpu"))
+
+    @hookimpl
+    def prepare_module(self) -> None:
+        """Leave the module its values."""
 
     def _begin(self) -> None:
         if self.run is not None:

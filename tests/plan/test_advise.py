@@ -276,7 +276,7 @@ def test_the_scripts_of_the_page_are_planned(name, words, numbers):
 
 
 def of(seconds, peak, precision="32-true", candidate=None):
-    tree = {"classes": [{"peak": peak}], "stack": {"precision": precision}}
+    tree = {"classes": [{"peak": peak, "needs": peak}], "stack": {"precision": precision}}
     return Planned(candidate=candidate or Candidate(), tree=tree, step_s=Interval(seconds, seconds, 2 * seconds))
 
 

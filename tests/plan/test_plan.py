@@ -189,7 +189,7 @@ sg.Trainer(max_steps=5, activation_checkpointing=[nn.Sequential] if {recompute} 
     ],
 )
 def test_whether_a_plan_fits_is_told(told, words):
-    tree = {"classes": [{"rank": 0, "returns": 0, "lacking": 0, "at_peak": dict.fromkeys(CATEGORIES, 1)} | told]}
+    tree = {"classes": [{"rank": 0, "returns": 0, "at_peak": dict.fromkeys(CATEGORIES, 1)} | told]}
 
     assert verdict(tree, 140)[0].startswith(words)
 

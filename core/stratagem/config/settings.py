@@ -15,9 +15,7 @@ from attrs import define, field, frozen
 
 from stratagem.api.options import as_list, build, changes, convert_options, option_types
 from stratagem.api.paths import is_remote
-from stratagem.api.validators import (
-    at_least,
-)
+from stratagem.api.validators import at_least
 from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
 from stratagem.discovery.catalog import moved_argument
@@ -26,8 +24,6 @@ from stratagem.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:
     from typing import TypeAlias
-
-    from stratagem.config.sources import Source
 
     T = TypeVar("T")
     #: A plugin: its name, a mapping with its ``name`` and options, or an instance.

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.config.environment import warn_of_trainer_variables
 from stratagem.config.settings import RunSettings, gather, remember_arguments
+from stratagem.discovery import registry
+from stratagem.errors import shown
 from stratagem.runtime import launching, state_io
 from stratagem.runtime.context import Context
 from stratagem.runtime.handles import LoaderHandle, ModelHandle
@@ -34,15 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stratagem.api.kinds import (
-        Accelerator,
-        CheckpointFormat,
-        CommHook,
-        Environment,
-        Launcher,
-        Precision,
-        Strategy,
-    )
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Launcher, Precision, Strategy
     from stratagem.config.settings import NameOr
 
 
@@ -96,6 +90,31 @@ class Run(Context):
         Where the processes exist already (torchrun, a scheduler, an earlier launch), only call `main`.
         """
         return launching.launch(self, main)
+
+    def plan(self, main: Callable[[Run], Any], **options: Any) -> dict[str, Any]:
+        """Return what two optimizer steps of ``main(run)`` need on devices that are not here: see docs/planner.md.
+
+        Forked processes call `main`, with tensors without values; this one, its models and its files stay as they are.
+
+        Args:
+            options: those of `stratagem plan`: ``devices=8`` of a node, ``nodes=2``, ``device="h100-sxm-80gb"``,
+                ``device_file``, and ``assume={"train.py:30": 12}``.
+
+        Returns:
+            What ``stratagem plan --json`` writes: ``plan["classes"][0]["peak"]`` is in bytes.
+
+        Raises:
+            ConfigError: the run refuses these devices, it cannot be planned, or this process has computed gradients.
+            PluginError: stratagem-plan is not installed.
+        """
+
+        def train() -> None:
+            Context.__init__(self, self.settings)
+            self.launch(main)
+
+        command = registry.find("command", "plan").load()
+        planned: dict[str, Any] = command.of(self.settings, train, shown(main), options)
+        return planned
 
     def __enter__(self) -> Run:
         self.connect()

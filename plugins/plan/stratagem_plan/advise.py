@@ -45,13 +45,14 @@ class Advise(Command):
         device = find(arguments.device, arguments.device_file)
         for key in ("memory_bytes", "memory_bytes_per_s"):
             device.need(key)
+        from stratagem_plan.assumptions import read
         from stratagem_plan.script import PlannedScript
         from stratagem_plan.search import Explorer
         from stratagem_plan.variants import CannotBePlanned
 
-        script = PlannedScript(
-            arguments.script, arguments.arguments, arguments.devices, arguments.nodes, device.need("memory_bytes")
-        )
+        assume = read(arguments.assume)
+        cluster = arguments.devices, arguments.nodes, device.need("memory_bytes")
+        script = PlannedScript(arguments.script, arguments.arguments, *cluster, assume=assume)
         explorer = Explorer(script=script, device=device, searched=searched)
         try:
             explorer.explore()

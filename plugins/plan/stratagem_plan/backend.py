@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stratagem.errors import ConfigError
 
@@ -140,6 +141,23 @@ def planned_device() -> torch.device:
         ) from error  # fmt: skip
     register(NAME, backend_module=_Module())
     return torch.device(NAME, 0)
+
+
+def check_autograd() -> None:
+    """Refuse a process that cannot compute gradients on the device.
+
+    Raises:
+        ConfigError: autograd has already run, and has threads for the devices that it knew then.
+    """
+    with FakeTensorMode():
+        number = torch.zeros((), device=planned_device(), requires_grad=True)
+        try:
+            number.backward()
+        except RuntimeError as error:
+            raise ConfigError(
+                "this process has computed gradients, and autograd takes no other device afterwards",
+                expected="a plan before the first backward", do="plan before training, or in a process of its own",
+            ) from error  # fmt: skip
 
 
 def current_stream() -> object:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from attrs import evolve
 from stratagem.api import Command
 from stratagem.errors import ConfigError
 from stratagem_plan import page
-from stratagem_plan.devices import find
+from stratagem_plan.devices import check_counts, find
 from stratagem_plan.plan_file import structure
 
 if TYPE_CHECKING:
@@ -78,6 +79,13 @@ class PlanCommand(Command):
         print("\n".join(verdict(tree, limit)))
         return DOES_NOT_FIT if misfit(tree, limit) else 0
 
+    @staticmethod
+    def of(settings: Any, train: Callable[[], object], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plan of what a Trainer or a Run trains: see `stratagem_plan.call.plan_call`."""
+        from stratagem_plan.call import plan_call
+
+        return plan_call(settings, train, name, **options)
+
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which cluster is planned for."""
@@ -85,13 +93,15 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--device", default="h100-sxm-80gb", help="their type (default: h100-sxm-80gb)")
     parser.add_argument("--device-file", type=Path, help="TOML file with figures of the device")
+    parser.add_argument(
+        "--assume", action="append", default=[], metavar="FILE.py:LINE=VALUE",
+        help="the value of a tensor that this line asks for; again for several",
+    )  # fmt: skip
 
 
 def check_cluster(arguments: argparse.Namespace) -> None:
     """Refuse a cluster of no devices, a script that does not exist, and files in folders that do not exist."""
-    for name in ("devices", "nodes"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(arguments, name)}", expected="at least 1")
+    check_counts("--", devices=arguments.devices, nodes=arguments.nodes)
     for name in ("json", "html"):
         path = getattr(arguments, name, None)
         if path is not None and not path.parent.is_dir():
@@ -106,13 +116,14 @@ def check_cluster(arguments: argparse.Namespace) -> None:
 
 def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
     """Return the plan of one rank of each class, or of the ranks that were named."""
+    from stratagem_plan.assumptions import read
     from stratagem_plan.micro_batches import divided
     from stratagem_plan.script import PlannedScript
     from stratagem_plan.variants import Variant, plan, plan_ranks
 
-    script = PlannedScript(
-        arguments.script, arguments.arguments, arguments.devices, arguments.nodes, math.inf if limit is None else limit
-    )
+    assume = read(arguments.assume)
+    cluster = arguments.devices, arguments.nodes, math.inf if limit is None else limit
+    script = PlannedScript(arguments.script, arguments.arguments, *cluster, assume=assume)
     if arguments.micro_batch is not None:
         samples = plan(Variant(script=script, device=arguments.device))["inputs"]["samples"]
         script = divided(script, samples, arguments.micro_batch)

@@ -122,6 +122,13 @@ def find(name: str, file: Path | None = None) -> Device:
         raise ConfigError(f"the file of device '{name}' has a wrong value: {reasons(error)}") from None
 
 
+def check_counts(prefix: str, **counts: int) -> None:
+    """Refuse a cluster of no devices; `prefix` begins names of options."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{prefix}{name} is {count}", expected="at least 1")
+
+
 def reasons(error: cattrs.BaseValidationError) -> str:
     """Return what is wrong with a tree, and where: up to three places."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
 
 
@@ -27,22 +30,26 @@ def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
 def converting_fakes() -> contextlib.AbstractContextManager[None]:
     """Within, conversions of modules replace fake parameters: torch would swap what is in them, which these refuse."""
     original = torch.nn.Module._apply
-    made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+    #: By those that they replace; both may go, as the whole parameters do of which a strategy keeps parts.
+    made = WeakIdKeyDictionary()
 
     def converted(parameter: torch.nn.Parameter, function: Any) -> torch.nn.Parameter:
-        known = made.get(id(parameter))
-        if known is None or known[0] is not parameter:
-            values = function(parameter.detach())
-            same = values.dtype is parameter.dtype and values.device == parameter.device
-            new = parameter if same else torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-            known = made[id(parameter)] = (parameter, new)
-        return known[1]
+        known: torch.nn.Parameter | None = made[parameter]() if parameter in made else None
+        if known is not None:  # another module has it, too
+            return known
+        values = function(parameter.detach())
+        if values.dtype is parameter.dtype and values.device == parameter.device:
+            return parameter
+        new = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        vars(new).update(vars(parameter) | vars(new))  # what the user has set stays
+        made[parameter] = weakref.ref(new)
+        return new
 
     def apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-        if not any(isinstance(each, FakeTensor) for each in module.parameters()):
+        if function is not without_values and not any(isinstance(each, FakeTensor) for each in module.parameters()):
             return original(module, function, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch's
         for child in module.children() if recurse else ():
-            apply(child, function)
+            child._apply(function)  # some classes override it
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = converted(parameter, function)
@@ -52,6 +59,13 @@ def converting_fakes() -> contextlib.AbstractContextManager[None]:
         return module
 
     return replaced(torch.nn.Module, "_apply", apply)
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like a real one on the planned device, for `Module._apply`; others as they are."""
+    if isinstance(tensor, FakeTensor) and tensor.device.type == NAME:
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=planned_device())
 
 
 @functools.cache

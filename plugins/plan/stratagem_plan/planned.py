@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from stratagem.api import Accelerator, Environment, Plugin, World, hookimpl
 from stratagem.distributed.default_group import leave_group
+from stratagem_plan.assumptions import AssumingMode, Assumptions
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
 from stratagem_plan.group import PlannedCollectives
-from stratagem_plan.patches import quiet_shapes
+from stratagem_plan.patches import quiet_shapes, without_values
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -103,7 +104,9 @@ class Planner(Plugin):
     #: Bytes of the device.
     memory: float = math.inf
     counter: StepCounter = field(init=False)
-    fake: FakeTensorMode = field(init=False, factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    #: What is taken for the values of tensors.
+    assumptions: Assumptions = field(factory=lambda: Assumptions({}))
+    fake: AssumingMode = field(init=False)
     #: The run, once it has a model.
     run: Any = field(init=False, default=None)
     #: Numbers in the model's parameters, before the strategy divides them.
@@ -121,6 +124,10 @@ class Planner(Plugin):
     @counter.default
     def _counter(self) -> StepCounter:
         return StepCounter(NAME, self.memory)
+
+    @fake.default
+    def _make_fake(self) -> AssumingMode:
+        return AssumingMode(self.assumptions)
 
     def _begin(self) -> None:
         """Compute with tensors without values from here to `close`, also in a loop of the user's."""
@@ -141,6 +148,11 @@ class Planner(Plugin):
         if isinstance(loader, DataLoader):
             loader.pin_memory = False  # there is no device to pin it for
         return loader
+
+    @hookimpl(tryfirst=True)
+    def prepare_module(self, module: torch.nn.Module) -> None:
+        with self.fake:  # what the script has not built while it is planned
+            module._apply(without_values)
 
     @hookimpl(wrapper=True)
     def wrap_model(self, module: torch.nn.Module, run: RunContext) -> Generator[None, Any, Any]:

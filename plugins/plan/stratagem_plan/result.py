@@ -32,7 +32,7 @@ ASSUMPTIONS = (
 def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, Any]:
     """Return the plan of one rank as data: the plan file's, see `stratagem_plan.plan_file`."""
     run, inputs = planner.run, planner.inputs
-    assumptions = [*ASSUMPTIONS]
+    assumptions = [*ASSUMPTIONS, *planner.assumptions.used]
     for name, count in sorted(planner.counter.uncounted.items()):
         assumptions.append(f"{name} ({count} calls) counts no FLOPs")
     if len(run.stack.strategies) > 1:
@@ -70,12 +70,13 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
 
 def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
     counter, run = planner.counter, planner.run
+    peak, lacking = counter.peak.total + LIBRARY_BYTES, int(counter.allocators[0].lacking)
     return {
         "rank": run.rank,
         "ranks": next(len(alike) for alike in planner.classes if run.rank in alike),
-        "peak": counter.peak.total + LIBRARY_BYTES,
+        "peak": peak,
+        "needs": int(script.memory) + lacking if lacking and peak <= script.memory else peak,
         "reserved": counter.allocators[0].peak,
-        "lacking": int(counter.allocators[0].lacking),
         "returns": counter.allocators[0].returns,
         "reserved_expandable": counter.allocators[1].peak,
         "at_peak": {name: counter.peak.by.get(name, 0) for name in CATEGORIES} | {"libraries": LIBRARY_BYTES},
@@ -196,18 +197,16 @@ def verdict(tree: dict[str, Any], limit: float) -> list[str]:
 
 def misfit(tree: dict[str, Any], limit: float) -> list[str]:
     """Return by how much the plan does not fit into `limit` bytes, and three ways out; nothing if it does."""
-    worst = max(tree["classes"], key=lambda each: (each["peak"] > limit and each["peak"], each["lacking"]))
-    over = worst["peak"] - limit
-    if over > 0:
-        text = f"needs {over:,.0f} bytes more than the device has"
-    elif worst["lacking"]:
-        text = f"lacks {worst['lacking']:,} bytes, since what torch keeps free is in pieces"
-    else:
+    worst = max(tree["classes"], key=lambda each: each["needs"])
+    over, in_pieces = worst["needs"] - limit, worst["peak"] <= limit
+    if over <= 0:
         return []
+    text = f"rank {worst['rank']} needs {over:,.0f} bytes more than the device has"
+    text += ", since what torch keeps free is in pieces" if in_pieces else ""
     ways = sorted(_ways(worst["at_peak"]), key=lambda way: -way[0])
     said = [f"  {text} ({amount:,.0f} bytes are {name})" for amount, name, text in ways]
-    pieces = [f"  {EXPANDABLE}, with which it keeps less"] if over <= 0 else []
-    return [f"does not fit: rank {worst['rank']} {text}", *[*pieces, *said][:3]]
+    said[:0] = [f"  {EXPANDABLE}, with which it keeps less"] * in_pieces
+    return [f"does not fit: {text}", *said[:3]]
 
 
 def _ways(by: dict[str, int]) -> Iterator[tuple[int, str, str]]:

@@ -9,11 +9,10 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from attrs import define, field
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -21,7 +20,9 @@ from stratagem.api.options import as_list, changes
 from stratagem.api.world import World
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan import operators
+from stratagem_plan.assumptions import Assumptions, answers_scalar
 from stratagem_plan.patches import converting_fakes, counting_resizes, subclassing_fakes
+from stratagem_plan.places import is_of_a_library, is_ours
 from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner
 
 #: Names plugins that a process is not to use.
@@ -50,6 +51,10 @@ class PlannedScript:
     micro_batch: int | None = None
     #: Batches of a step of a Trainer; None for as many as the script accumulates.
     accumulate: int | None = None
+    #: Values by the place that asks for that of a tensor, such as ``train.py:30``.
+    assume: Mapping[str, bool | float] = field(factory=dict)
+    #: Trains in place of the file at `path`, which is only a name then.
+    train: Callable[[], object] | None = None
 
     def on(self, rank: int) -> Planner:
         """Run the script as `rank`; return what was counted. Once in a process: torch keeps what a script registers.
@@ -63,7 +68,13 @@ class PlannedScript:
             store_hosted=True,
         )  # fmt: skip
         repeats = max(1, (self.accumulate or 1) - (_BATCHES - 1))
-        planner = Planner(num_steps=self.num_steps, micro_batch=self.micro_batch, repeats=repeats, memory=self.memory)
+        planner = Planner(
+            num_steps=self.num_steps,
+            micro_batch=self.micro_batch,
+            repeats=repeats,
+            memory=self.memory,
+            assumptions=Assumptions(self.assume),
+        )
         operators.register()
         try:
             with (
@@ -74,7 +85,7 @@ class PlannedScript:
                 operators.Building(planner.fake, planner.counter),
                 contextlib.closing(planner),
             ):
-                runpy.run_path(str(self.path), run_name="__main__")
+                self._start()
         except Planned:
             return planner
         except StratagemError:
@@ -84,10 +95,22 @@ class PlannedScript:
                 raise self._explained(error) from error
         if len(planner.ends) >= self.num_steps:
             return planner
+        trains = planner.run is not None or self.train is not None
         raise ConfigError(
             f"{self.path} has ended after {len(planner.ends)} optimizer steps", expected=f"{self.num_steps} of them",
-            do="plan the command that trains, with its arguments" if planner.run is None else "let it train longer",
+            do="let it train longer" if trains else "plan the command that trains, with its arguments",
         )  # fmt: skip
+
+    def _start(self) -> None:
+        if self.train is not None:
+            self.train()
+            return
+        argv, path = sys.argv, sys.path[:]
+        sys.argv, sys.path[:0] = [str(self.path), *self.arguments], [str(self.path.parent.absolute())]
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        finally:
+            sys.argv, sys.path[:] = argv, path
 
     def _explained(self, error: BaseException) -> ConfigError:
         """Return the error for a script that `error` ended, with the line where it did."""
@@ -95,19 +118,22 @@ class PlannedScript:
         frames = [
             each
             for each in traceback.extract_tb(error.__traceback__)
-            if not _is_of_a_library(each.filename) and (asks_for_value or not _is_ours(each.filename))
+            if not is_of_a_library(each.filename) and (asks_for_value or not is_ours(each.filename))
         ]
         place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else str(self.path)
         if asks_for_value:
-            if frames and _is_ours(frames[-1].filename):
+            if frames and is_ours(frames[-1].filename):
                 return ConfigError(
                     f"{place} asks for the value of a tensor, for a plugin that this run chose",
                     expected="plugins that decide by shapes", do="plan with another precision, strategy or comm_hook",
                 )  # fmt: skip
+            line = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+            tell = f"tell it: `--assume {line}=VALUE`, or assume={{'{line}': VALUE}} from Python; or "
             return ConfigError(
                 f"the step asks for the value of a tensor at {place}",
                 expected="a step whose shapes decide what it does",
-                do="plan without that line: tensors of a plan have shapes and no values",
+                do=f"{tell * (bool(frames) and answers_scalar(error))}"
+                "plan without that line: tensors of a plan have shapes and no values",
             )
         first = (str(error).splitlines() or [""])[0]
         return ConfigError(
@@ -118,7 +144,7 @@ class PlannedScript:
     @contextlib.contextmanager
     def _changed(self, world: World, planner: Planner) -> Iterator[None]:
         """Within, every run of this process is planned."""
-        argv, path, denied = sys.argv, sys.path[:], os.environ.get(DENY_VARIABLE)
+        denied = os.environ.get(DENY_VARIABLE)
         with tempfile.TemporaryDirectory(prefix="stratagem-plan-") as folder:
 
             def change(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,13 +162,11 @@ class PlannedScript:
                 return values | _QUIET | {"callbacks": callbacks}
 
             changes.append(change)
-            sys.argv, sys.path[:0] = [str(self.path), *self.arguments], [str(self.path.parent.absolute())]
             os.environ[DENY_VARIABLE] = ",".join(filter(None, [denied, *_LEFT_OUT]))
             try:
                 yield
             finally:
                 changes.remove(change)
-                sys.argv, sys.path[:] = argv, path
                 os.environ.pop(DENY_VARIABLE, None)
                 if denied is not None:
                     os.environ[DENY_VARIABLE] = denied
@@ -159,17 +183,3 @@ _QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     "num_sanity_val_steps": 0, "limit_val_batches": 0, "fast_dev_run": False,
 }  # fmt: skip
-
-
-def _is_of_a_library(path: str) -> bool:
-    """Whether a file is of Python, torch or pluggy, or of this package."""
-    folders = {os.path.dirname(module.__file__ or "") for module in (os, torch, sys.modules["pluggy"])} | {
-        os.path.dirname(__file__)
-    }
-    return path.startswith(("<", *(f"{folder}/" for folder in folders)))
-
-
-def _is_ours(path: str) -> bool:
-    """Whether a file is of a package of stratagem."""
-    names = [name for name in sys.modules if name.startswith("stratagem")]
-    return any(getattr(sys.modules[name], "__file__", None) == path for name in names)

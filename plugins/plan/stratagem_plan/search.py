@@ -10,6 +10,7 @@ from attrs import define, evolve, field, frozen
 
 from stratagem.errors import ConfigError
 from stratagem_plan.allocator import LIBRARY_BYTES
+from stratagem_plan.assumptions import check_used
 from stratagem_plan.candidates import CHECKPOINTING, MARGIN, Candidate, Layout, cutting_layers, layouts, precisions
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
@@ -104,6 +105,7 @@ class Explorer:
 
         Raises:
             CannotBePlanned: neither the script as it is nor with another strategy.
+            ConfigError: the first plan has not used one of the script's assumptions.
         """
         known = list(layouts(self.script.devices, self.script.nodes))
         self._measure([Candidate()])
@@ -112,6 +114,7 @@ class Explorer:
         tree = self.planned[-1].tree
         if tree is None:
             raise CannotBePlanned(self.planned[0].error)
+        check_used(self.script.assume, tree["assumptions"])
         self.first = tree
         kinds = precisions(self.device) if "precision" in self.searched else (None,)
         ways = self._searched(known)

@@ -12,7 +12,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from stratagem.errors import StratagemError
+from stratagem.errors import ConfigError, StratagemError
+from stratagem_plan.assumptions import check_used
+from stratagem_plan.backend import check_autograd
 from stratagem_plan.result import tree_of
 from stratagem_plan.script import PlannedScript
 
@@ -20,7 +22,7 @@ from stratagem_plan.script import PlannedScript
 AT_ONCE = 2
 
 
-class CannotBePlanned(StratagemError):
+class CannotBePlanned(ConfigError):
     """A script has no plan, for the reason that its text tells."""
 
 
@@ -75,6 +77,7 @@ def plan_ranks(variant: Variant, ranks: Sequence[int] | None = None) -> dict[str
 
     Raises:
         CannotBePlanned: what is in the way of one of them.
+        ConfigError: none of them has used one of the script's assumptions.
     """
     first, *others = dict.fromkeys(ranks or [0])
     tree = plan(evolve(variant, rank=first))
@@ -85,12 +88,14 @@ def plan_ranks(variant: Variant, ranks: Sequence[int] | None = None) -> dict[str
         if isinstance(other, str):
             raise CannotBePlanned(other)
         tree["classes"] += other["classes"]
+        tree["assumptions"] = [*dict.fromkeys(tree["assumptions"] + other["assumptions"])]
+    check_used(variant.script.assume, tree["assumptions"])
     return tree
 
 
 def peak_of(tree: dict[str, Any]) -> int:
     """Return the most bytes that a planned rank needs."""
-    return max(int(each["peak"]) for each in tree["classes"])
+    return max(int(each["needs"]) for each in tree["classes"])
 
 
 def micro_batch_of(tree: dict[str, Any]) -> int:
@@ -118,6 +123,7 @@ def _answer(question: Connection, variant: Variant, quiet: bool) -> None:
         else:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
+            check_autograd()
             planner = variant.script.on(variant.rank)
             question.send(tree_of(variant.script, variant.device, planner))
         except StratagemError as error:

@@ -13,6 +13,7 @@ from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.config.environment import from_environment
 from stratagem.config.settings import gather, remember_arguments
 from stratagem.config.sources import Source, from_arguments, from_file, program
+from stratagem.discovery import registry
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.context import Context
@@ -105,6 +106,10 @@ class Trainer(View):
         self._given: dict[str, Any]
         self._sources: Sequence[Source]
         self.settings: TrainerSettings = gather(TrainerSettings, self._given, _with_environment(self._sources))
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Begin with the plugins that `settings` describe."""
         self.run = Context(self.settings)
         if self.settings.fast_dev_run:
             self.settings.max_epochs, self.settings.max_steps = 1, -1
@@ -217,6 +222,38 @@ class Trainer(View):
         if not self.run.stack.strategy.makes_optimizer():
             require(model, "configure_optimizers", "fit")
         self._call("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
+
+    def plan(
+        self, model: Module, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
+    ) -> dict[str, Any]:
+        """Return what `fit` needs on devices that are not here, as data: see docs/planner.md.
+
+        Forked processes train for two optimizer steps, with tensors without values. This process, the model and the
+        loaders stay as they are. The devices and nodes of the plan take the place of the Trainer's.
+
+        Args:
+            train_dataloaders, datamodule: as of `fit`.
+            options: those of `stratagem plan`: ``devices=8`` of a node, ``nodes=2``, ``device="h100-sxm-80gb"``,
+                ``device_file``, and ``assume={"train.py:30": 12}``.
+
+        Returns:
+            What ``stratagem plan --json`` writes, but for ``"script"``, the name of the model's class. Of each of
+            ``plan["classes"]``, ranks that do the same: the bytes of one rank at the ``"peak"``, by category
+            ``"at_peak"`` and at the ``"end"`` of a step, and ``"reserved"``; ``"flops"``, ``"work"`` and
+            ``"collectives"`` of one step.
+
+        Raises:
+            ConfigError: the run refuses these devices, it cannot be planned, or this process has computed gradients.
+            PluginError: stratagem-plan is not installed.
+        """
+
+        def train() -> None:
+            self._resolve()
+            self.fit(model, train_dataloaders, datamodule=datamodule)
+
+        command = registry.find("command", "plan").load()
+        planned: dict[str, Any] = command.of(self.settings, train, type(original(model)).__name__, options)
+        return planned
 
     def validate(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
