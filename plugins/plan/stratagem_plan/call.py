@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,7 @@ def plan_call(
         _change(settings)
         train()
 
-    script = PlannedScript(
-        Path(name), (), devices, nodes, math.inf if limit is None else limit, train=begin, assume=assume or {}
-    )
+    script = PlannedScript(Path(name), (), devices, nodes, limit, train=begin, assume=assume or {})
     return plan_ranks(Variant(script=script, device=device))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -122,7 +121,7 @@ def _tree(arguments: argparse.Namespace, limit: float | None) -> dict[str, Any]:
     from stratagem_plan.variants import Variant, plan, plan_ranks
 
     assume = read(arguments.assume)
-    cluster = arguments.devices, arguments.nodes, math.inf if limit is None else limit
+    cluster = arguments.devices, arguments.nodes, limit
     script = PlannedScript(arguments.script, arguments.arguments, *cluster, assume=assume)
     if arguments.micro_batch is not None:
         samples = plan(Variant(script=script, device=arguments.device))["inputs"]["samples"]

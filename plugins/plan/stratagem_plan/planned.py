@@ -101,8 +101,8 @@ class Planner(Plugin):
     samples: int = field(init=False, default=0)
     #: How often the second batch of a step counts: a step of many batches is told from one of three.
     repeats: int = 1
-    #: Bytes of the device.
-    memory: float = math.inf
+    #: Bytes of the device; None if they are not known.
+    memory: float | None = None
     counter: StepCounter = field(init=False)
     #: What is taken for the values of tensors.
     assumptions: Assumptions = field(factory=lambda: Assumptions({}))
@@ -123,7 +123,7 @@ class Planner(Plugin):
 
     @counter.default
     def _counter(self) -> StepCounter:
-        return StepCounter(NAME, self.memory)
+        return StepCounter(NAME, math.inf if self.memory is None else self.memory)
 
     @fake.default
     def _make_fake(self) -> AssumingMode:

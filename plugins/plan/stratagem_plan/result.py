@@ -70,14 +70,14 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
 
 def _class_of(script: PlannedScript, planner: Planner) -> dict[str, Any]:
     counter, run = planner.counter, planner.run
-    peak, lacking = counter.peak.total + LIBRARY_BYTES, int(counter.allocators[0].lacking)
+    peak, allocator = counter.peak.total + LIBRARY_BYTES, counter.allocators[0]
     return {
         "rank": run.rank,
         "ranks": next(len(alike) for alike in planner.classes if run.rank in alike),
         "peak": peak,
-        "needs": int(script.memory) + lacking if lacking and peak <= script.memory else peak,
-        "reserved": counter.allocators[0].peak,
-        "returns": counter.allocators[0].returns,
+        "needs": int(allocator.limit + allocator.lacking) if allocator.lacking and peak <= allocator.limit else peak,
+        "reserved": allocator.peak,
+        "returns": allocator.returns,
         "reserved_expandable": counter.allocators[1].peak,
         "at_peak": {name: counter.peak.by.get(name, 0) for name in CATEGORIES} | {"libraries": LIBRARY_BYTES},
         "peak_phase": counter.peak.phase,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import runpy
 import sys
@@ -42,8 +41,8 @@ class PlannedScript:
     #: Devices of a node.
     devices: int = 1
     nodes: int = 1
-    #: Bytes of each device.
-    memory: float = math.inf
+    #: Bytes of each device; None if they are not known.
+    memory: float | None = None
     num_steps: int = 2
     #: Arguments of the script's Trainer, or Run, that the plan replaces.
     settings: Mapping[str, Any] = field(factory=dict)
