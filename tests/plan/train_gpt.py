@@ -112,7 +112,7 @@ class Count(sg.Callback):
 
 plugins = []
 if given["counted"]:
-    from counted import Counted
+    from stratagem_plan.counted import Counted
 
     plugins.append(Counted(folder=given["counted"]))
 strategy = given["strategy"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem_plan.counter import StepCounter
 
@@ -25,21 +26,22 @@ def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
 
 
 def converting_fakes() -> contextlib.AbstractContextManager[None]:
-    """Within, conversions of modules replace fake parameters: torch would swap what is in them, which these refuse."""
+    """Within, conversions of modules replace parameters that are fake, or get so: torch would swap what is in them."""
     original = torch.nn.Module._apply
-    made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+    made = WeakIdKeyDictionary()  # layers that share a parameter go on to share it
 
     def converted(parameter: torch.nn.Parameter, function: Any) -> torch.nn.Parameter:
-        known = made.get(id(parameter))
-        if known is None or known[0] is not parameter:
+        if parameter not in made:
             values = function(parameter.detach())
-            same = values.dtype is parameter.dtype and values.device == parameter.device
-            new = parameter if same else torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-            known = made[id(parameter)] = (parameter, new)
-        return known[1]
+            if values.dtype is parameter.dtype and values.device == parameter.device:
+                return parameter
+            made[parameter] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        new: torch.nn.Parameter = made[parameter]
+        return new
 
     def apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-        if not any(isinstance(each, FakeTensor) for each in module.parameters()):
+        given = (each for parameter in module.parameters() for each in (parameter, function(parameter.detach())))
+        if not any(isinstance(each, FakeTensor) for each in given):
             return original(module, function, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch's
         for child in module.children() if recurse else ():
             apply(child, function)

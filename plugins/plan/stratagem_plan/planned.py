@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -115,12 +116,13 @@ class Planner(Plugin):
     _first: tuple[Any, dict[str, int]] = field(init=False, factory=lambda: ((), {}))
     _modes: contextlib.ExitStack = field(init=False, factory=contextlib.ExitStack)
 
-    def _begin(self) -> None:
+    def _begin(self, module: torch.nn.Module) -> None:
         """Compute with tensors without values from here to `close`, also in a loop of the user's."""
         on_device = _OnDevice()  # type: ignore[no-untyped-call]  # torch's
         modules = self.counter.modules.watched()
         for context in (self.fake, on_device, quiet_shapes(self.counter), modules, self.counter):
             self._modes.enter_context(context)
+        module.to(planned_device())  # what was loaded, and not made by a constructor, has values on the CPU
 
     def close(self) -> None:
         """Let this process compute as before."""
@@ -138,7 +140,7 @@ class Planner(Plugin):
     @hookimpl(wrapper=True)
     def wrap_model(self, module: torch.nn.Module, run: RunContext) -> Generator[None, Any, Any]:
         if self.run is None:
-            self._begin()
+            self._begin(module)
         else:  # another fit has ended before its last step
             self.ends, self.inputs = [], {}
         self.run = run
@@ -233,10 +235,15 @@ class Planner(Plugin):
         if len(self.ends) == self.num_steps:
             raise Planned(0)
         if len(self.ends) == self.num_steps - 1:
-            self.counter.forget()
+            self._forget()
             if len(self.classes) > 1:  # the first step has also asked for the shapes of other stages
                 self.counter.settle()
             self.inputs = {}
+
+    def _forget(self) -> None:
+        """Count the last step alone, without what a strategy has replaced and Python has not collected yet."""
+        gc.collect()
+        self.counter.forget()
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
