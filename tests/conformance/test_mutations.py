@@ -37,6 +37,8 @@ class TestCounting(CallbackConformance):
     "ConvertsIntegersToo",
     "UndocumentedOption",
     "StateUnderTheObject",
+    "PlansHalfOfWhatItSends",
+    "PlansWithoutTheCopyThatItKeeps",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
