@@ -53,9 +53,9 @@ class PlanChecks(StrategyChecks):
 
         The run is on the CPU, where a strategy may send otherwise than on a GPU: a plan is for a GPU.
         """
-        self._require_size(world_size)
         if reason := refusal(lambda: registry.find("command", "plan")):
             pytest.skip(reason)
+        self._require_size(world_size)
         module, batches = self.maker(_Wide)(), self.batches(_STEPS)
 
         counted = [] if self.unplannable else self._run(world_size, _count, module, batches)
