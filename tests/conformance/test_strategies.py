@@ -126,7 +126,7 @@ class TestDP(StrategyConformance):
 class TestDPOnThreeDevices(TestDP):
     """One process; its batches are cut in three."""
 
-    unplannable = "asks for the value of a tensor"
+    test_a_plan_says_what_a_run_sends_and_holds = None  # a plan's processes have a device each
     test_random_numbers_are_left_alone = None  # parts draw one after the other, not as the whole batch does
 
     def choose(self, **arguments):
@@ -143,7 +143,7 @@ class TestDDP2(StrategyConformance):
     """Each process is a node of its own, with two devices."""
 
     plugin = "ddp2"
-    unplannable = "uses all devices of a node from one"
+    test_a_plan_says_what_a_run_sends_and_holds = None  # a plan's processes have a device each
     test_random_numbers_are_left_alone = None
 
     def choose(self, **arguments):
