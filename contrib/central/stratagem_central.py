@@ -41,6 +41,9 @@ class CentralStrategy(Strategy):
         run.collectives.replicate(p for group in optimizer.param_groups for p in group["params"])
         return True
 
+    def rank_classes(self, run):
+        return [ranks for ranks in ([0], range(1, run.world_size)) if ranks]  # for plans: rank 0 holds more
+
     @hookimpl
     def optimizer_state(self, optimizer, module, run):
         return run.collectives.broadcast_object(logical_optimizer_state(optimizer, module))

@@ -182,6 +182,31 @@ class AveragesOnlyWhenItSteps(Replicated):
         return True
 
 
+# --- Strategies: plans -------------------------------------------------------------------------------------------
+
+
+@mutant("test_a_plan_says_what_a_run_sends_and_holds")
+class PlansHalfOfWhatItSends(Replicated):
+    def average(self, parameters, run):
+        super().average(parameters[::2] if run.environment.simulated else parameters, run)
+
+
+@mutant("test_a_plan_says_what_a_run_sends_and_holds")
+class PlansWithoutTheCopyThatItKeeps(Replicated):
+    def average(self, parameters, run):
+        super().average(parameters, run)
+        if not run.environment.simulated:
+            self.__dict__["kept"] = [parameter.grad.clone() for parameter in parameters]
+
+
+@mutant("test_a_plan_says_what_a_run_sends_and_holds")
+class AsksForAValueInAPlan(Replicated):
+    def average(self, parameters, run):
+        if any(parameter.grad.isnan().any() for parameter in parameters):
+            raise ValueError("gradients are not finite")
+        super().average(parameters, run)
+
+
 # --- Strategies: gradients ---------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from mutants import MUTANTS, Counting, Replicated
 
 import stratagem_launchers_local
 from programs import scripts
+from stratagem.discovery import registry
 from stratagem_testing import CallbackConformance, LauncherConformance, StrategyConformance
 
 #: Bugs that the kit cannot see, and why.
@@ -37,6 +38,8 @@ class TestCounting(CallbackConformance):
     "ConvertsIntegersToo",
     "UndocumentedOption",
     "StateUnderTheObject",
+    "PlansHalfOfWhatItSends",
+    "PlansWithoutTheCopyThatItKeeps",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -71,6 +74,15 @@ def test_the_kit_notices_a_launcher_that_loses_lines_of_open_files(install, monk
     with pytest.raises(AssertionError, match="'a line'"):
         checks["test_lines_in_open_files_are_written[2]"]()
     checks["test_every_process_has_its_place[2]"]()
+
+
+def test_plans_are_compared_here_and_left_out_where_stratagem_plan_is_missing(monkeypatch):
+    assert registry.find("command", "plan").distribution == "stratagem-plan"  # a skip would hide that it is missing
+    for name, found in (("_scan", ()), ("_named", {})):
+        monkeypatch.setattr(registry, name, lambda *_, found=found: found)
+
+    with pytest.raises(pytest.skip.Exception, match="pip install stratagem-plan"):
+        TestReplicated().test_a_plan_says_what_a_run_sends_and_holds(1)
 
 
 def test_every_mutant_changes_a_method_and_names_a_check_that_exist():

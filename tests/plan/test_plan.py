@@ -395,6 +395,26 @@ sg.Trainer(max_steps=9, enable_progress_bar=False).fit(Pair(), loader)
     assert sorted(each["n"] for each in products) == [1, 2]
 
 
+def test_a_module_that_is_loaded_is_planned_as_one_that_is_built(tmp_path):
+    """With a layer that is used twice, in a strategy that divides parameters."""
+    layers = "nn.Linear(400, 400), nn.ReLU()"
+    build = f"nn.Sequential({layers})"
+    (tmp_path / "save.py").write_text(
+        f"import torch\nfrom torch import nn\nnet = {build}\ntorch.save(nn.Sequential(net, net), 'net.pt')\n"
+    )
+    subprocess.run([sys.executable, "save.py"], cwd=tmp_path, check=True)
+    classes = []
+    for made in (f"net = {build}\nwhole = nn.Sequential(net, net)", "whole = torch.load('net.pt', weights_only=False)"):
+        text = script_of("", "64, 400", then="train(strategy='fsdp')").replace("nn.Sequential()", "whole")
+        code, tree, said = plan(
+            tmp_path, "--devices", 2, script=write(tmp_path, text.replace("class M", f"{made}\nclass M"))
+        )
+        assert code == 0, said
+        classes.append(tree["classes"])
+
+    assert classes[0] == classes[1]
+
+
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 def test_models_of_transformers_are_planned(tmp_path, kind):
     pytest.importorskip("transformers")

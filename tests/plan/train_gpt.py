@@ -115,7 +115,7 @@ if given["memory"]:
     torch.cuda.set_per_process_memory_fraction(given["memory"] / torch.cuda.get_device_properties(0).total_memory)
 plugins = []
 if given["counted"]:
-    from counted import Counted
+    from stratagem_plan.counted import Counted
 
     plugins.append(Counted(folder=given["counted"]))
 strategy = given["strategy"]

@@ -48,7 +48,7 @@ class Samples(torch.utils.data.Dataset):
 
 plugins = []
 if given["counted"]:
-    from counted import Counted
+    from stratagem_plan.counted import Counted
 
     plugins.append(Counted(folder=given["counted"]))
 trainer = sg.Trainer(

@@ -14,9 +14,6 @@ from stratagem_ddp.words import trained_names, unused
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-#: The bytes of torch's first bucket, which is sent early.
-_FIRST = 1 << 20
-
 
 class PlannedReplica(nn.Module):
     """Keeps gradients in the buckets of torch's reducer, and sends these when they are full.
@@ -25,14 +22,17 @@ class PlannedReplica(nn.Module):
         bucket_cap_mb: of DDP, in MiB.
         views: gradients are views of buckets.
         buffers: rank 0's buffers are sent before each forward.
+        rebuilds: torch makes new buckets after the first step, in the order in which gradients came.
     """
 
-    def __init__(self, module: nn.Module, run: RunContext, bucket_cap_mb: float, views: bool, buffers: bool) -> None:
+    def __init__(
+        self, module: nn.Module, run: RunContext, bucket_cap_mb: float, views: bool, buffers: bool, rebuilds: bool
+    ) -> None:
         super().__init__()
         self.module, self._run, self._views, self._sends_buffers = module, run, views, buffers
         self._reduce = run.bucket_reducer()
         self._groups = _buckets([p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20)))
-        self._memory, self._has_sent, self._is_rebuilt = self._allocate(), False, False
+        self._memory, self._has_sent, self._rebuilds = self._allocate(), False, rebuilds
         self._first: list[torch.Tensor] = []
         self._waiting = self._all()
         for index, group in enumerate(self._groups):
@@ -56,8 +56,8 @@ class PlannedReplica(nn.Module):
     def _rebuild(self) -> None:
         """Make new buckets once the first were sent, as torch does; what sent them keeps them a moment longer."""
         self._waiting, self._first = self._all(), []
-        if self._has_sent and not self._is_rebuilt:
-            self._first, self._memory, self._is_rebuilt = self._memory, self._allocate(), True
+        if self._has_sent and self._rebuilds:
+            self._first, self._memory, self._rebuilds = self._memory, self._allocate(), False
 
     def _parts(self, index: int) -> list[torch.Tensor]:
         group, memory = self._groups[index], self._memory[index]
@@ -107,7 +107,7 @@ class PlannedReplica(nn.Module):
 
 
 def _buckets(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Group `parameters` as torch does: in reverse order, by dtype; the first bucket of a megabyte."""
+    """Group `parameters` as torch does: in reverse order, by dtype, until a bucket has `limit` bytes."""
     groups: list[list[nn.Parameter]] = []
     sizes: dict[torch.dtype, tuple[int, int]] = {}  # of the open bucket: its number, and its bytes
     for parameter in reversed(parameters):
@@ -116,7 +116,7 @@ def _buckets(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Paramet
             groups.append([])
         groups[number].append(parameter)
         size += parameter.nbytes
-        if size >= (_FIRST if number == 0 else limit):
+        if size >= limit:
             number, size = len(groups), 0
         sizes[parameter.dtype] = number, size
     return groups

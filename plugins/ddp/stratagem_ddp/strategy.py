@@ -110,9 +110,12 @@ class DDPStrategy(ProcessGroupStrategy):
                 "strategy.ddp.static_graph is true and the module uses manual optimization",
                 expected="false: the parameters that a loss depends on may change between calls",
             )
-        if run.environment.simulated:
-            return PlannedReplica(module, run, self.bucket_cap_mb, self.gradient_as_bucket_view, self.broadcast_buffers)
         search = run.manual if self.find_unused_parameters is None else self.find_unused_parameters
+        if run.environment.simulated:
+            return PlannedReplica(
+                module, run, self.bucket_cap_mb, self.gradient_as_bucket_view, self.broadcast_buffers,
+                rebuilds=self.static_graph or not search,
+            )  # fmt: skip
         # Without device_ids: batches are on the device already, and torch would walk and rebuild each of them.
         with warnings.catch_warnings():
             # Torch has begun to give this option another name and a narrower meaning.

@@ -19,6 +19,7 @@ from stratagem_plan.devices import check_counts, find
 from stratagem_plan.plan_file import structure
 
 if TYPE_CHECKING:
+    from stratagem_plan.counted import Counted
     from stratagem_plan.script import PlannedScript
 
 #: Exit codes beside 0, which says that the plan fits.
@@ -46,6 +47,12 @@ class PlanCommand(Command):
             "script", type=Path, nargs="?", help="the training script, which runs unchanged for two steps"
         )
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+    def counted(self) -> Counted:
+        """Return a plugin for a run with values on the CPU, which counts that run as a plan is counted."""
+        from stratagem_plan.counted import Counted
+
+        return Counted()
 
     def run(self, arguments: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its fake process group warns

@@ -126,6 +126,9 @@ class Building(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload):  # of a dispatch mode: subclasses of tensors have had their turn
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         is_here = str(kwargs.get("device")).startswith(NAME)
         if func in _FROM_VALUES and (is_here or (func is torch.tensor and _in_constructor())):
             values = func(*args, **kwargs | {"device": "cpu"})

@@ -28,7 +28,7 @@ def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
 
 
 def converting_fakes() -> contextlib.AbstractContextManager[None]:
-    """Within, conversions of modules replace fake parameters: torch would swap what is in them, which these refuse."""
+    """Within, conversions of modules replace parameters that are fake, or get so: torch would swap what is in them."""
     original = torch.nn.Module._apply
     #: By those that they replace; both may go, as the whole parameters do of which a strategy keeps parts.
     made = WeakIdKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -252,10 +253,15 @@ class Planner(Plugin):
         if len(self.ends) == self.num_steps:
             raise Planned(0)
         if len(self.ends) == self.num_steps - 1:
-            self.counter.forget()
+            self._forget()
             if len(self.classes) > 1:  # the first step has also asked for the shapes of other stages
                 self.counter.settle()
             self.inputs = {}
+
+    def _forget(self) -> None:
+        """Count the last step alone, without what a strategy has replaced and Python has not collected yet."""
+        gc.collect()
+        self.counter.forget()
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

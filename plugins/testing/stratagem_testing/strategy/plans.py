@@ -1,0 +1,145 @@
+"""Checks of what `stratagem plan` says of the strategy: a run with values sends and holds the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torch import nn
+
+import stratagem as sg
+from stratagem.api.seeding import seeded
+from stratagem.discovery import registry
+from stratagem_testing.conformance import refusal
+from stratagem_testing.processes import LAUNCH_VARIABLES
+from stratagem_testing.reference import Batch, Net
+from stratagem_testing.strategy.base import StrategyChecks
+from stratagem_testing.training import share
+
+#: Steps of a run, the last of which is compared; DDP, for one, makes new buckets in the second.
+_STEPS = 2
+#: Ranks decide by smaller messages, which a plan leaves out. The weights and long biases of the model are larger.
+_SMALLEST_BYTES = 512
+#: A process on the CPU has the state of its random numbers and the optimizer's numbers of steps there.
+_ON_THE_CPU_BYTES = 16 << 10
+#: Seconds that a plan may take.
+_LIMIT_S = 300
+#: Exit codes of `stratagem plan`.
+_FITS, _CANNOT_BE_PLANNED = 0, 3
+
+
+class PlanChecks(StrategyChecks):
+    """What a plan says is what a run does."""
+
+    #: Why `stratagem plan` cannot plan the strategy: words of its message. "" where it can.
+    unplannable: ClassVar[str] = ""
+    #: Largest relative difference of a planned peak from that of a run.
+    peak_tolerance: ClassVar[float] = 0.01
+
+    def held_on_a_gpu(self, module: nn.Module, world_size: int) -> int:
+        """Return the bytes of a planned peak that a run on the CPU does not hold, such as what NCCL keeps."""
+        return 0
+
+    def test_a_plan_says_what_a_run_sends_and_holds(self, world_size: int) -> None:
+        """Calls and bytes of every collective of a step are equal, and so is the peak of memory, by the same counter.
+
+        The run is on the CPU, where a strategy may send otherwise than on a GPU: a plan is for a GPU.
+        """
+        if reason := refusal(lambda: registry.find("command", "plan")):
+            pytest.skip(reason)
+        self._require_size(world_size)
+        module, batches = self.maker(_Wide)(), self.batches(_STEPS)
+
+        counted = [] if self.unplannable else self._run(world_size, _count, module, batches)
+        classes = self._planned(world_size, module, batches)
+
+        for each in classes:
+            of_class = range(world_size) if len(classes) == 1 else [each["rank"]]
+            for rank in of_class:
+                planned, sent = _planned_messages(each), _messages(counted[rank]["sent"])
+                assert planned == sent, f"rank {rank}: planned {planned - sent}, sent {sent - planned}"
+                peak = each["peak"] - each["at_peak"]["libraries"] - self.held_on_a_gpu(module, world_size)
+                allowed = max(self.peak_tolerance * peak, _ON_THE_CPU_BYTES)
+                assert abs(peak - counted[rank]["peak"]) <= allowed, (
+                    f"rank {rank}: planned {each['at_peak']}, held {counted[rank]['at_peak']}"
+                )
+
+    def _planned(self, world_size: int, module: sg.Module, batches: list[Batch]) -> list[dict[str, Any]]:
+        """Return the classes of ranks of the strategy's plan; skip the check if it refuses as it is said to."""
+        with tempfile.TemporaryDirectory(prefix="stratagem-test-") as name:
+            folder = Path(name)
+            (folder / "job").write_bytes(pickle.dumps((self._arguments(world_size), module, batches)))
+            script = Path(__file__).with_name("planned_script.py")
+            words = ["--devices", str(world_size), "--json", str(folder / "plan"), str(script), str(folder / "job")]
+            clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+            done = subprocess.run(
+                [sys.executable, "-m", "stratagem", "plan", *words], capture_output=True, text=True, cwd=folder,
+                env=clean | {"PYTHONPATH": os.pathsep.join(sys.path)}, timeout=_LIMIT_S, check=False,
+            )  # fmt: skip
+            if self.unplannable:
+                assert done.returncode == _CANNOT_BE_PLANNED, f"it is planned: {done.stdout}"
+                assert self.unplannable in done.stderr, done.stderr
+                pytest.skip(done.stderr)
+            assert done.returncode == _FITS, done.stdout + done.stderr
+            classes: list[dict[str, Any]] = json.loads((folder / "plan").read_text())["classes"]
+        return classes
+
+
+def _planned_messages(ranks: dict[str, Any]) -> Counter[tuple[str, str, int, int]]:
+    """Return how often a planned rank sends each message: phase, collective, number of ranks, bytes."""
+    found: Counter[tuple[str, str, int, int]] = Counter()
+    for each in ranks["collectives"]:
+        if each["payload"] >= _SMALLEST_BYTES:
+            found[each["phase"], each["op"], each["ranks"], each["payload"]] += each["calls"]
+    return found
+
+
+def _messages(sent: list[Any]) -> Counter[tuple[str, str, int, int]]:
+    """Return the same of a rank that was counted."""
+    found: Counter[tuple[str, str, int, int]] = Counter()
+    for phase, collective, ranks, payload, calls in sent:
+        if payload >= _SMALLEST_BYTES:
+            found[phase, collective, len(ranks), payload] += calls
+    return found
+
+
+#: Of the middle layers: what a process allocates beside the model is small, and messages are below the megabyte from
+#: which a strategy on the CPU may have another way to send them.
+_WIDTH = 480
+
+
+class _Wide(Net):
+    """A model for plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(0):
+            self.net = nn.Sequential(
+                nn.Linear(16, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 1)
+            )  # fmt: skip
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def fit(choose: dict[str, Any], module: sg.Module, batches: list[Batch], *plugins: Any) -> None:
+    """Train `module` for as many steps as a plan has."""
+    plugins = (*choose.get("plugins", ()), *plugins)
+    trainer = sg.Trainer(**(choose | {"max_steps": _STEPS, "plugins": list(plugins)}))
+    trainer.fit(module, share(trainer, batches))
+
+
+def _count(rank: int, size: int, choose: dict[str, Any], module: sg.Module, batches: list[Batch]) -> dict[str, Any]:
+    """Return what the last step of this rank has sent and held."""
+    counter = registry.find("command", "plan").load()().counted()
+    fit(choose, module, batches, counter)
+    told: dict[str, Any] = counter.told
+    return told
