@@ -173,7 +173,8 @@ def test_an_average_of_replicas_counts_with_its_part_of_a_step(tmp_path):
 def advice(tmp_path_factory):
     """Return what `advise` wrote and said about devices on which a whole replica does not fit, and its folder."""
     folder = tmp_path_factory.mktemp("advice")
-    words = ["--devices", "2", "--search", "strategy,micro_batch", str(write(folder, batch=8, memory=100e6))]
+    words = ["--devices", "2", "--search", "strategy,micro_batch", "--html", "advice.html", "--svg", "pictures"]
+    words.append(str(write(folder, batch=8, memory=100e6)))
     code, tree, said = command("advise", folder, *words)
     assert code == 0, said
     return tree, said, folder
@@ -192,6 +193,18 @@ def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
     assert best["settings"]["accumulate_grad_batches"] * best["micro_batch"] == 8
     assert re.search(r"  ddp, batches of 1: does not fit, by 0\.0\d+ GB", said)
     assert "ddp for 2,104,328 parameters: does not fit here" in said
+
+
+@pytest.mark.slow
+def test_advice_has_a_page_and_pictures(advice):
+    tree, said, folder = advice
+    page = (folder / "advice.html").read_text()
+
+    assert tree["advice"][0]["code"] in page
+    assert {path.name for path in (folder / "pictures").iterdir()} == {"compared.svg", "memory-1.svg"}
+    lost = re.findall(r"^  (.*does not fit, by.*)$", said, re.MULTILINE)
+    assert len(lost) >= 3
+    assert all(line in page for line in lost)
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ def check_cluster(arguments: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name} is '{path}', and the folder '{path.parent}' does not exist", do="make it first"
             )
+    page.wanted(arguments)
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
 
