@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
+from attrs import asdict
+
 from stratagem_plan import pictures
 from stratagem_plan.charts import STYLE, file_text, png_bytes, renderer, si, tag
 from stratagem_plan.cost import Interval, predict
@@ -153,27 +155,30 @@ def _page(plan: Plan, device: Device, result: Simulation | None, drawn: Drawn) -
         tag("p", tag("code", plan.script)),
         tag("p", "; ".join(facts)),
         *_verdict(plan, device),
-        tag("dl", *_tiles(plan, result)),
+        tag("dl", *_tiles(plan, device, result)),
         tag("div", *(figure(*each) for each in drawn.values()), class_="charts"),
         tag("div", *_tables(plan, result), class_="tables"),
     )
 
 
 def _verdict(plan: Plan, device: Device) -> Iterator[Element]:
-    worst, limit = max(plan.classes, key=lambda each: each.peak), device.memory_bytes
+    from stratagem_plan.result import verdict
+
+    limit = device.memory_bytes
     if limit is None:
         yield tag("p", f"The memory of {device.name} is not known: whether it fits is not said.", class_="note")
-    elif worst.peak > limit:
-        words = f"Does not fit: rank {worst.rank} needs {si(worst.peak - limit, 'B')} more than the device has."
-        yield tag("p", words, class_="bad")
-    elif worst.peak:
-        yield tag("p", f"Fits: {worst.peak / limit:.1%} of {si(limit, 'B')} at the peak.", class_="good")
+    elif any(each.peak for each in plan.classes):
+        first, *ways = verdict(asdict(plan), limit)
+        yield tag("p", first, class_="good" if first.startswith("fits") else "bad")
+        yield tag("ul", *(tag("li", each.strip()) for each in ways))
 
 
-def _tiles(plan: Plan, result: Simulation | None) -> Iterator[Element]:
+def _tiles(plan: Plan, device: Device, result: Simulation | None) -> Iterator[Element]:
     """Yield the most important figures: name, value, interval."""
     if peak := max(each.peak for each in plan.classes):
-        yield tag("div", tag("dt", "peak memory"), tag("dd", si(peak, "B")))
+        limit = device.memory_bytes
+        share = [tag("dd", f"{peak / limit:.1%} of {si(limit, 'B')}")] if limit else []
+        yield tag("div", tag("dt", "peak memory"), tag("dd", si(peak, "B")), *share)
     flops = max(sum(work.count * work.flops_of_one for work in each.work) for each in plan.classes)
     inputs = f"samples: {plan.inputs.samples:,}, tokens: {plan.inputs.tokens:,}"
     yield tag("div", tag("dt", "a step of a rank"), tag("dd", si(flops, "FLOP")), tag("dd", inputs))
