@@ -324,6 +324,28 @@ def test_what_cannot_be_advised_is_one_sentence(tmp_path, words, then, code, sai
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(guard="tests/plan/test_advise.py::test_layers_are_cut_if_nothing_else_fits")
+def test_a_pipeline_is_tried_if_layers_are_cut(tmp_path):
+    """The last of two stages has a layer more, so it needs most."""
+    script = write(tmp_path, memory=420e6)
+    text = script.read_text().replace(
+        "*(Block() for _ in range(4)), nn.Linear(256, 8)", "Block(), Block(), nn.Linear(256, 8_000)"
+    )
+    script.write_text(text.replace("1024", "40_000").replace("torch.zeros(640, 64, 256)", "torch.zeros(640, 256)"))
+    code, tree, said = command("advise", tmp_path, "--search", "strategy", "--devices", "2", "--nodes", "2", "train.py")
+    assert code == 0, said
+    (best,) = [each for each in tree["planned"] if "pipeline" in each["candidate"]]
+    settings = {"strategy": best["settings"]["strategy"]}
+    own = PlannedScript(script, devices=2, nodes=2, settings=settings, micro_batch=best["micro_batch"], accumulate=1)
+    first, last = plans(*(Variant(script=own, device="small", rank=rank) for rank in (0, 2)))
+
+    assert settings["strategy"].items() >= {"pipeline": 2, "tensor": 2, "microbatches": 8}.items()
+    assert best["settings"]["accumulate_grad_batches"] * best["micro_batch"] == 16
+    assert peak_of(last) > peak_of(first)
+    assert best["peak"] == peak_of(last)
+
+
+@pytest.mark.slow
 def test_layers_are_cut_if_nothing_else_fits(tmp_path):
     """The model is one layer: gathered whole, it does not fit beside what a rank keeps."""
     script = write(tmp_path, memory=320e6)

@@ -49,7 +49,14 @@ inter.bytes_per_s_per_direction = 1e10
 def ranks(like, rank, number, size):
     """Return a class of ranks like `like` that holds `size` bytes of each category, and more of the later ones."""
     held = {name: size * place for place, name in enumerate(CATEGORIES, 1)}
-    told = {"peak": sum(held.values()), "reserved": 9e10, "reserved_expandable": 7e10, "at_peak": held, "peak_phase": "backward", "end": held | {"temporary": 0}}
+    told = {
+        "peak": sum(held.values()),
+        "reserved": 9e10,
+        "reserved_expandable": 7e10,
+        "at_peak": held,
+        "peak_phase": "backward",
+        "end": held | {"temporary": 0},
+    }
     return like | {"rank": rank, "ranks": number} | told
 
 
@@ -227,7 +234,7 @@ def test_the_page_of_an_advice_has_its_code_and_why_others_lost(page, folder):
     told = page.value("[...document.querySelectorAll('svg')].map(each => each.getAttribute('aria-label'))")
 
     assert len(codes) == 4
-    assert all(code.startswith('Trainer(strategy=') for code in codes)
+    assert all(code.startswith("Trainer(strategy=") for code in codes)
     assert [each.partition(",")[0] for each in told[1:]] == ["Memory of a device by category"] * len(codes)
     assert "1. the fastest, numerics: weights of 16 bits" in text
     assert "does not fit, by 46.0 GB" in text
