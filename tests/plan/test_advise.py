@@ -14,7 +14,7 @@ import pytest
 
 from plan.fresh import plans
 from stratagem_plan.advise import Advise
-from stratagem_plan.candidates import Candidate, layouts
+from stratagem_plan.candidates import Candidate, layouts, pipelines
 from stratagem_plan.cost import Interval
 from stratagem_plan.devices import find
 from stratagem_plan.micro_batches import largest
@@ -321,6 +321,26 @@ def test_what_cannot_be_advised_is_one_sentence(tmp_path, words, then, code, sai
 
     assert (status, tree) == (code, None), text
     assert all(word in text for word in said), text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "samples", "least", "parts", "found"),
+    [
+        ((8, 512), 4096, 412, 4, (64, 8, 256, 8)),  # stages, devices of a layer, micro-batches, replicas
+        ((8, 512), 4096, 412, 1, (64, 8, 64, 8)),
+        ((8, 512), 4096, 25.8, 4, (4, 8, 16, 128)),
+        ((8, 1), 24, 3, 4, (4, 1, 12, 2)),
+        ((1, 8), 24, 0.5, 4, (2, 1, 6, 4)),
+        ((8, 2), 24, 17, 4, None),
+    ],
+)
+def test_a_pipeline_has_the_fewest_stages_that_one_replica_takes(cluster, samples, least, parts, found):
+    ways = [
+        (*(each.strategy.get(axis, 1) for axis in ("pipeline", "tensor", "microbatches")), each.data_ranks)
+        for each in pipelines(*cluster, samples, least, parts)
+    ]
+
+    assert ways == ([found] if found else [])
 
 
 @pytest.mark.slow

@@ -27,8 +27,6 @@ _NUMERICS = {"64-true": _EXACT, "32-true": _EXACT, "16-mixed": _MIXED, "bf16-mix
 WORDS = ("fp32", "16 bits beside fp32 weights", "weights of 16 bits", "replicas that differ between two averages")
 #: Closed formulas miss the memory of published runs by 81 % at worst: what they put above twice the limit is left out.
 MARGIN = 2.0
-#: Micro-batches for each stage of a pipeline, which then waits a fifth of the time.
-_PARTS = 4
 
 
 @frozen(kw_only=True)
@@ -116,22 +114,23 @@ def cutting_layers(devices: int, nodes: int) -> Iterator[Layout]:
         yield Layout(strategy=axes | _UNITS if nodes > 1 else axes, data_ranks=nodes, shares=(devices * nodes,) * 3)
 
 
-def pipelines(devices: int, nodes: int, samples: int, least: float) -> Iterator[Layout]:
+def pipelines(devices: int, nodes: int, samples: int, least: float, parts: int) -> Iterator[Layout]:
     """Yield the pipeline with the fewest stages; of several nodes with several devices, each cuts its layers.
 
     Args:
         samples: Of a step of all ranks.
         least: Devices that one replica takes.
+        parts: Micro-batches for each stage, at most.
     """
     tensor = devices if min(devices, nodes) > 1 else 1
     ranks = devices * nodes // tensor
     for stages in [each for each in range(2, ranks + 1) if ranks % each == 0 and each * tensor >= least][:1]:
         replicas = ranks // stages
-        parts = [each for each in range(1, _PARTS * stages + 1) if samples // replicas % each == 0]
-        axes = {"name": "parallel", "pipeline": stages, "microbatches": parts[-1]}
+        most = max(each for each in range(1, parts * stages + 1) if samples // replicas % each == 0)
+        axes = {"name": "parallel", "pipeline": stages, "microbatches": most}
         axes |= {"tensor": tensor, "plan": "auto"} if tensor > 1 else {}
         shares = (stages * tensor,) * 3
-        yield Layout(strategy=axes, data_ranks=replicas, shares=shares, microbatches=parts[-1])
+        yield Layout(strategy=axes, data_ranks=replicas, shares=shares, microbatches=most)
 
 
 def _between(devices: int, nodes: int) -> list[int]:

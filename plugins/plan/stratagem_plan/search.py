@@ -125,21 +125,26 @@ class Explorer:
         kinds = precisions(self.device) if "precision" in self.searched else (None,)
         ways = self._searched(known)
         self._run(self._of_layout(way, kinds[0]) for way in ways)
-        if not self.fitting and "strategy" in self.searched:
-            last = [*cutting_layers(self.script.devices, self.script.nodes), *self._pipelines(kinds[0])]
-            self._run(self._of_layout(way, kinds[0]) for way in last)
-            ways += last
+        for last in self._last_resorts(kinds[0]) if "strategy" in self.searched else ():
+            if not self.fitting:
+                self._run(self._of_layout(way, kinds[0]) for way in last)
+                ways += last
         self._run(self._of_precision(best, other) for best in self._fastest() for other in kinds[1:])
         fit = {each.candidate.layout and each.candidate.layout.words for each in self.fitting}
         others = [way for way in ways if (way and way.words) not in fit]
         self._run(self._of_layout(way, lowest) for way in others for lowest in kinds[2:])
 
-    def _pipelines(self, precision: str | None) -> Iterator[Layout]:
-        """Yield pipelines in which what a rank keeps beside activations takes at most half of the memory."""
-        if self._resizes:
-            whole = Candidate(layout=Layout(strategy="", data_ranks=1), precision=precision)
-            least = 2 * self._bytes_of_states(whole) / self.limit
-            yield from pipelines(self.script.devices, self.script.nodes, self.samples, least)
+    def _last_resorts(self, precision: str | None) -> Iterator[list[Layout]]:
+        """Yield layouts that send activations; in a pipeline what stays on a rank takes at most half of its memory.
+
+        With four micro-batches for each stage a pipeline waits a fifth of the time; with one it holds fewer messages.
+        """
+        devices, nodes = self.script.devices, self.script.nodes
+        whole = Candidate(layout=Layout(strategy="", data_ranks=1), precision=precision)
+        least = 2 * self._bytes_of_states(whole) / self.limit
+        staged = [[*pipelines(devices, nodes, self.samples, least, parts)] if self._resizes else [] for parts in (4, 1)]
+        yield [*cutting_layers(devices, nodes), *staged[0]]
+        yield staged[1]
 
     def _fastest(self) -> list[Planned]:
         """Return the fastest candidates: of all, and of those that average gradients in every step."""
