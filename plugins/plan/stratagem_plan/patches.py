@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem_plan.counter import StepCounter
 
@@ -27,16 +28,15 @@ def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
 def converting_fakes() -> contextlib.AbstractContextManager[None]:
     """Within, conversions of modules replace fake parameters: torch would swap what is in them, which these refuse."""
     original = torch.nn.Module._apply
-    made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+    made: Any = WeakIdKeyDictionary()  # the parameters of other stages of a pipeline are let go
 
-    def converted(parameter: torch.nn.Parameter, function: Any) -> torch.nn.Parameter:
-        known = made.get(id(parameter))
-        if known is None or known[0] is not parameter:
+    def converted(parameter: torch.nn.Parameter, function: Any) -> Any:
+        if parameter not in made:
             values = function(parameter.detach())
-            same = values.dtype is parameter.dtype and values.device == parameter.device
-            new = parameter if same else torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-            known = made[id(parameter)] = (parameter, new)
-        return known[1]
+            if values.dtype is parameter.dtype and values.device == parameter.device:
+                return parameter
+            made[parameter] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        return made[parameter]
 
     def apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
         if not any(isinstance(each, FakeTensor) for each in module.parameters()):
