@@ -14,7 +14,7 @@ import pytest
 
 from plan.fresh import plans
 from stratagem_plan.advise import Advise
-from stratagem_plan.candidates import Candidate, layouts
+from stratagem_plan.candidates import Candidate, layouts, pipelines
 from stratagem_plan.cost import Interval
 from stratagem_plan.devices import find
 from stratagem_plan.micro_batches import largest
@@ -173,7 +173,8 @@ def test_an_average_of_replicas_counts_with_its_part_of_a_step(tmp_path):
 def advice(tmp_path_factory):
     """Return what `advise` wrote and said about devices on which a whole replica does not fit, and its folder."""
     folder = tmp_path_factory.mktemp("advice")
-    words = ["--devices", "2", "--search", "strategy,micro_batch", str(write(folder, batch=8, memory=100e6))]
+    words = ["--devices", "2", "--search", "strategy,micro_batch", "--html", "advice.html", "--svg", "pictures"]
+    words.append(str(write(folder, batch=8, memory=100e6)))
     code, tree, said = command("advise", folder, *words)
     assert code == 0, said
     return tree, said, folder
@@ -192,6 +193,18 @@ def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
     assert best["settings"]["accumulate_grad_batches"] * best["micro_batch"] == 8
     assert re.search(r"  ddp, batches of 1: does not fit, by 0\.0\d+ GB", said)
     assert "ddp for 2,104,328 parameters: does not fit here" in said
+
+
+@pytest.mark.slow
+def test_advice_has_a_page_and_pictures(advice):
+    tree, said, folder = advice
+    page = (folder / "advice.html").read_text()
+
+    assert tree["advice"][0]["code"] in page
+    assert {path.name for path in (folder / "pictures").iterdir()} == {"compared.svg", "memory-1.svg"}
+    lost = re.findall(r"^  (.*does not fit, by.*)$", said, re.MULTILINE)
+    assert len(lost) >= 3
+    assert all(line in page for line in lost)
 
 
 @pytest.mark.slow
@@ -308,6 +321,48 @@ def test_what_cannot_be_advised_is_one_sentence(tmp_path, words, then, code, sai
 
     assert (status, tree) == (code, None), text
     assert all(word in text for word in said), text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "samples", "least", "parts", "found"),
+    [
+        ((8, 512), 4096, 412, 4, (64, 8, 256, 8)),  # stages, devices of a layer, micro-batches, replicas
+        ((8, 512), 4096, 412, 1, (64, 8, 64, 8)),
+        ((8, 512), 4096, 25.8, 4, (4, 8, 16, 128)),
+        ((8, 1), 24, 3, 4, (4, 1, 12, 2)),
+        ((1, 8), 24, 0.5, 4, (2, 1, 6, 4)),
+        ((8, 2), 24, 17, 4, None),
+    ],
+)
+def test_a_pipeline_has_the_fewest_stages_that_one_replica_takes(cluster, samples, least, parts, found):
+    ways = [
+        (*(each.strategy.get(axis, 1) for axis in ("pipeline", "tensor", "microbatches")), each.data_ranks)
+        for each in pipelines(*cluster, samples, least, parts)
+    ]
+
+    assert ways == ([found] if found else [])
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(guard="tests/plan/test_advise.py::test_layers_are_cut_if_nothing_else_fits")
+def test_a_pipeline_is_tried_if_layers_are_cut(tmp_path):
+    """The last of two stages has a layer more, so it needs most."""
+    script = write(tmp_path, memory=420e6)
+    text = script.read_text().replace(
+        "*(Block() for _ in range(4)), nn.Linear(256, 8)", "Block(), Block(), nn.Linear(256, 8_000)"
+    )
+    script.write_text(text.replace("1024", "40_000").replace("torch.zeros(640, 64, 256)", "torch.zeros(640, 256)"))
+    code, tree, said = command("advise", tmp_path, "--search", "strategy", "--devices", "2", "--nodes", "2", "train.py")
+    assert code == 0, said
+    (best,) = [each for each in tree["planned"] if "pipeline" in each["candidate"]]
+    settings = {"strategy": best["settings"]["strategy"]}
+    own = PlannedScript(script, devices=2, nodes=2, settings=settings, micro_batch=best["micro_batch"], accumulate=1)
+    first, last = plans(*(Variant(script=own, device="small", rank=rank) for rank in (0, 2)))
+
+    assert settings["strategy"].items() >= {"pipeline": 2, "tensor": 2, "microbatches": 8}.items()
+    assert best["settings"]["accumulate_grad_batches"] * best["micro_batch"] == 16
+    assert peak_of(last) > peak_of(first)
+    assert best["peak"] == peak_of(last)
 
 
 @pytest.mark.slow

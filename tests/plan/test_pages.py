@@ -1,4 +1,4 @@
-"""Pages of `stratagem plan` and `stratagem simulate`, in a browser: narrow and wide, light and dark, for hard plans."""
+"""Pages of `stratagem plan`, `simulate` and `advise`, in a browser: narrow and wide, light and dark, for hard plans."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from browser import browser
 from plan.test_simulate import GPT_3, WHOLE
 from plan.transformer import megatron
 from stratagem.cli import main
-from stratagem_plan.charts import Scale, file_text, si
+from stratagem_plan import advice_page
+from stratagem_plan.candidates import Candidate, layouts
+from stratagem_plan.charts import Scale, file_text, png_bytes, si
+from stratagem_plan.cost import Interval
+from stratagem_plan.devices import find
 from stratagem_plan.page import document, figure
 from stratagem_plan.pictures import pareto
+from stratagem_plan.script import PlannedScript
+from stratagem_plan.search import Explorer, Planned
 
 #: One worker has the browser.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pages")]
@@ -43,7 +49,14 @@ inter.bytes_per_s_per_direction = 1e10
 def ranks(like, rank, number, size):
     """Return a class of ranks like `like` that holds `size` bytes of each category, and more of the later ones."""
     held = {name: size * place for place, name in enumerate(CATEGORIES, 1)}
-    told = {"peak": sum(held.values()), "at_peak": held, "peak_phase": "backward", "end": held | {"temporary": 0}}
+    told = {
+        "peak": sum(held.values()),
+        "needs": sum(held.values()),
+        "returns": 1,
+        "at_peak": held,
+        "peak_phase": "backward",
+        "end": held | {"temporary": 0},
+    }
     return like | {"rank": rank, "ranks": number} | told
 
 
@@ -85,6 +98,28 @@ WITHOUT = {
 ALL = {"memory", "timeline", "scaling", "roofline", "mesh"}
 
 
+def explored(peaks):
+    """Return a search among nodes of 8 in which candidates of every layout and precision need `peaks`, one after the other."""
+    path = Path(f"{'a_long_name_' * 9}.py")
+    script = PlannedScript(path, ["--note", EVIL], devices=8, nodes=4)
+    found = Explorer(script=script, device=find("h100-sxm-80gb"), searched=frozenset())
+    found.first = tree({"data": 32}, 8, 4, [1e6], model={"parameters": 7_000_000_000})
+    for number, peak in enumerate(peaks):
+        layout = [*layouts(8, 4)][number % 8]
+        precision = ("bf16-true", "bf16-mixed", "32-true")[number // 3 % 3]
+        candidate = Candidate(layout=layout, precision=precision, checkpointing="full", micro_batch=1 + number // 8)
+        of = tree({"data": 32}, 8, 4, [peak / 28], trainer=True)
+        of["stack"] = {"strategy": layout.name, "precision": precision}
+        step_s = Interval(1, 1, 2).times(3.0 - number / 20)
+        found.planned.append(Planned(candidate=candidate, tree=of, step_s=step_s))
+    found.planned.append(Planned(candidate=Candidate(precision="64-true"), error=EVIL * 4))
+    found.left_out.append(("ddp " * 30, EVIL))
+    return found
+
+
+ADVICE = {"many": explored([7e9 * (number + 1) for number in range(20)]), "none": explored([9e10, 2e12])}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return the folder with a page and a folder of pictures for each of PLANS, and the page of a comparison."""
@@ -100,6 +135,8 @@ def folder(tmp_path_factory):
     ]
     page = document("compared", figure("Choices", pareto([*compared, (EVIL * 3, 0.3, 9e10, True)], 8e10)))
     (path / "compared.html").write_text(page)
+    for name, each in ADVICE.items():
+        (path / f"advice {name}.html").write_text(advice_page.text(each, advice_page.drawn(each)))
     return path
 
 
@@ -155,7 +192,9 @@ def test_pages_fit_the_screen_and_labels_do_not_overlap(page, folder, width, sch
 
         assert page.value("document.documentElement.scrollWidth") == width, path.name
         sizes = page.value(SIZES)
-        assert len(sizes) == (1 if path.stem == "compared" else len(ALL - WITHOUT.get(path.stem, set())))
+        one = path.stem in ("compared", "advice none")
+        if path.stem != "advice many":
+            assert len(sizes) == (1 if one else len(ALL - WITHOUT.get(path.stem, set())))
         assert all(box[0] > 300 and box[1] > 60 for box in sizes), path.name
         assert page.value(OVERLAPS) == [], path.name
         assert page.value(CONTRAST) > 2.2, path.name
@@ -174,17 +213,34 @@ def test_a_page_says_what_the_plan_says(page, folder):
     assert page.value("document.querySelectorAll('script').length") == 0
     found = words("three classes")
     assert all(name in found for name in CATEGORIES)
-    assert "Does not fit: rank 2 needs 12.4 GB more than the device has." in found
+    assert "does not fit: rank 2 needs 12,400,000,000 bytes more than the device has" in found
     assert "shard 72: ranks side by side, within a node" in found
     assert "data 2: ranks 72 apart, across nodes" in found
     assert "rank 1 and 47 like it" in found
     found = words("4096 ranks")
     assert "4,096 x a100-sxm-80gb" in found
-    assert "Fits: 70.0% of 80 GB at the peak." in found
+    assert "70.0% of 80 GB" in found
+    assert "fits, and torch gives back what it keeps" in found
     assert "bubble of the pipeline" in found
     assert "4095" in found
     assert "whether it fits is not said" in words("no limit")
     assert "Messages" not in words("one device")
+
+
+def test_the_page_of_an_advice_has_its_code_and_why_others_lost(page, folder):
+    page.open((folder / "advice many.html").as_uri())
+    text = page.value("document.body.innerText")
+    codes = page.value("[...document.querySelectorAll('pre')].map(each => each.innerText)")
+    told = page.value("[...document.querySelectorAll('svg')].map(each => each.getAttribute('aria-label'))")
+
+    assert len(codes) == 4
+    assert all(code.startswith("Trainer(strategy=") for code in codes)
+    assert [each.partition(",")[0] for each in told[1:]] == ["Memory of a device by category"] * len(codes)
+    assert "1. the fastest, numerics: weights of 16 bits" in text
+    assert "does not fit, by 46.0 GB" in text
+    assert EVIL in text
+    page.open((folder / "advice none.html").as_uri())
+    assert "Nothing that was planned fits" in page.value("document.body.innerText")
 
 
 def test_the_command_plan_writes_a_page_without_times(page, tmp_path):
@@ -229,6 +285,29 @@ def test_pictures_are_files_of_their_own(folder, name):
     for root in written.values():
         assert root[0].text == root.attrib["aria-label"]
         assert "prefers-color-scheme" in root[1].text
+
+
+def test_a_picture_becomes_a_png_file(folder):
+    pytest.importorskip("resvg_py", reason="`pip install stratagem-plan[png]`")
+    import io
+
+    from PIL import Image
+
+    svg = pareto([("one", 0.3, 2e9, True)])
+    image = Image.open(io.BytesIO(png_bytes(svg)))
+    height = float(svg.attrib["viewBox"].split()[3])
+
+    assert image.size == (1080, 3 * height)
+    colors = {color for _, color in image.convert("RGB").getcolors(1 << 20)}
+    assert {(0x25, 0x63, 0xB8), (0xFF, 0xFF, 0xFF), (0x1D, 0x21, 0x27)} <= colors
+
+
+def test_png_files_say_what_they_need(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    code = main(["simulate", str(folder / "one device.json"), "--png", str(folder / "one device")])
+
+    assert code == 1
+    assert "--png is set, and resvg-py is not installed" in capsys.readouterr().err
 
 
 def test_bars_are_as_long_as_what_they_show(folder):

@@ -225,6 +225,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_three_ways_out(tmp_path):
 
     assert code == 2
     assert "does not fit: rank 0 needs" in said
+    assert "more devices, with strategy=" in said
     assert len([line for line in said.split("does not fit")[1].splitlines() if line.startswith("  ")]) == 3
 
 

@@ -158,6 +158,15 @@ def test_stages_with_other_layers_are_planned_each(tmp_path):
     assert [(each["rank"], each["ranks"]) for each in tree["classes"]] == [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 
+@pytest.mark.sweep(guard="tests/plan/test_plan_parallel.py::test_one_rank_of_each_kind_of_stage_is_planned")
+def test_a_stage_does_not_keep_converted_parameters_of_others(tmp_path):
+    strategy = {"name": "parallel", "pipeline": 2}
+    code, tree, said = plan(tmp_path, "--devices", 2, strategy=strategy, layers=4, micro=4, precision="bf16-true")
+    assert code == 0, said
+
+    assert all(each["end"]["messages"] == 0 for each in tree["classes"])
+
+
 @pytest.mark.slow
 def test_a_bubble_is_part_of_the_predicted_time(tmp_path, pipelined):
     path = tmp_path / "kept.json"

@@ -41,6 +41,7 @@ OPTIONAL = {
     ("stratagem-checkpoints", "safetensors", "safetensors"),
     ("stratagem-core", "cli", "pyyaml"),
     ("stratagem-core", "remote", "universal-pathlib"),
+    ("stratagem-plan", "png", "resvg-py"),
     ("stratagem-tools", "kit", "stratagem-testing"),
 }
 #: Of no use without a library that pip does not install: in no set.

@@ -15,6 +15,7 @@ from attrs import asdict
 
 from stratagem.api import Command
 from stratagem.errors import ConfigError, nearest
+from stratagem_plan import page
 from stratagem_plan.command import CANNOT_BE_PLANNED, DOES_NOT_FIT, add_cluster, check_cluster
 from stratagem_plan.devices import find
 
@@ -35,6 +36,7 @@ class Advise(Command):
         add_cluster(parser)
         parser.add_argument("--search", metavar="WORDS", help="what may change, of: " + ",".join(_words()))
         parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+        page.add_options(parser)
         parser.add_argument("script", type=Path, help="the training script, which runs unchanged for two steps")
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
@@ -62,6 +64,11 @@ class Advise(Command):
         print("\n".join(lines_of(explorer)))
         if arguments.json:
             arguments.json.write_text(json.dumps(tree_of(explorer), indent=1) + "\n")
+        if page.wanted(arguments):
+            from stratagem_plan.advice_page import drawn, text
+
+            found = drawn(explorer)
+            page.save(arguments, text(explorer, found), found)
         return 0 if explorer.fitting else DOES_NOT_FIT
 
 
@@ -87,37 +94,43 @@ def lines_of(explorer: Explorer) -> Iterator[str]:
     """Yield the advice as lines of text."""
     from stratagem_plan.search import front
 
-    script, first, device = explorer.script, explorer.first, explorer.device
+    script = explorer.script
     yield " ".join([str(script.path), *script.arguments])
-    yield (
-        f"{first['model']['parameters']:,} parameters, {explorer.samples:,} samples a step; "
-        f"{script.devices * script.nodes:,} x {device.name} (nodes: {script.nodes}, of {script.devices}), "
-        f"{explorer.limit / 1e9:,.1f} GB each"
-    )
+    yield facts(explorer)
     best = front(explorer.fitting)
     for number, each in enumerate(best, start=1):
-        yield ""
-        yield from _advice(number, each, best, explorer.limit)
+        title, code, needs = advice(number, each, best, explorer.limit)
+        yield from ("", title, f"   {code}", f"   {needs}")
     if not best:
-        yield ""
-        yield "nothing that was planned fits"
-    yield ""
-    yield "what guides say"
-    yield f"  {guides(explorer, best)}"
-    for title, lines in (("not chosen", _others(explorer, best)), ("cannot be planned", _errors(explorer))):
-        found = list(lines)
-        if found:
-            yield ""
-            yield title
-            yield from (f"  {line}" for line in found)
-    if explorer.left_out:
-        yield ""
-        yield "not planned"
-        for reason in dict.fromkeys(why for _, why in explorer.left_out):
-            yield f"  {reason}: {'; '.join(words for words, why in explorer.left_out if why == reason)}"
-    yield ""
-    yield "how certain"
-    yield from (f"  {line}" for line in _CERTAINTY)
+        yield from ("", NOTHING)
+    for title, found in sections(explorer, best):
+        yield from ("", title, *(f"  {line}" for line in found))
+
+
+NOTHING = "nothing that was planned fits"
+
+
+def facts(explorer: Explorer) -> str:
+    """Return the size of the model and of a step, and the devices."""
+    script, first = explorer.script, explorer.first
+    return (
+        f"{first['model']['parameters']:,} parameters, {explorer.samples:,} samples a step; "
+        f"{script.devices * script.nodes:,} x {explorer.device.name} (nodes: {script.nodes}, of {script.devices}), "
+        f"{explorer.limit / 1e9:,.1f} GB each"
+    )
+
+
+def sections(explorer: Explorer, best: list[Planned]) -> Iterator[tuple[str, list[str]]]:
+    """Yield title and lines of what is told beside the advice."""
+    yield "what guides say", [guides(explorer, best)]
+    whys = dict.fromkeys(why for _, why in explorer.left_out)
+    found = {
+        "not chosen": list(_others(explorer, best)),
+        "cannot be planned": [f"{each.candidate.words}: {each.error}" for each in explorer.planned if each.error],
+        "not planned": [f"{why}: {'; '.join(words for words, of in explorer.left_out if of == why)}" for why in whys],
+    }
+    yield from ((title, lines) for title, lines in found.items() if lines)
+    yield "how certain", list(_CERTAINTY)
 
 
 _CERTAINTY = (
@@ -127,17 +140,17 @@ _CERTAINTY = (
 )
 
 
-def _advice(number: int, planned: Planned, best: list[Planned], limit: float) -> Iterator[str]:
+def advice(number: int, planned: Planned, best: list[Planned], limit: float) -> tuple[str, str, str]:
+    """Return why a candidate is advised, its code, and the time and the memory that it needs."""
     assert planned.step_s
     candidate = planned.candidate
-    yield f"{number}. {', '.join(reasons(planned, best))}"
+    code = f"the script as it is: {planned.stack['strategy']}, {planned.stack['precision']}"
     if candidate.settings or candidate.micro_batch:
-        yield f"   {_code(planned)}" + f"  # batches of {planned.micro_batch}" * bool(candidate.micro_batch)
-    else:
-        yield f"   the script as it is: {planned.stack['strategy']}, {planned.stack['precision']}"
+        code = _code(planned) + f"  # batches of {planned.micro_batch}" * bool(candidate.micro_batch)
     part = f"{planned.peak / 1e9:,.1f} GB, {planned.peak / limit:.0%} of the memory"
-    tight = "; tight, for what the allocator reserves" if planned.reserved > limit else ""
-    yield f"   {_time(planned.step_s)} a step; {part}{tight}"
+    tight = "; tight, for what the allocator reserves" if planned.is_tight else ""
+    title = f"{number}. {', '.join(reasons(planned, best))}"
+    return title, code, f"{_time(planned.step_s)} a step; {part}{tight}"
 
 
 def _code(planned: Planned) -> str:
@@ -212,22 +225,25 @@ def _name(planned: Planned) -> str:
 
 
 def _others(explorer: Explorer, best: list[Planned]) -> Iterator[str]:
-    """Yield why each other candidate is not advised; of one that fits with some size of batches, only the fastest."""
+    """Yield why each other candidate is not advised."""
+    for each in others(explorer, best):
+        if each.peak > explorer.limit:
+            yield f"{each.candidate.words}: does not fit, by {_gigabytes(each.peak - explorer.limit)}"
+        else:
+            number, better = _better(each, best)
+            yield f"{each.candidate.words}: {_slower(each, better)} than {number}, with {_memory(each, better)}"
+
+
+def others(explorer: Explorer, best: list[Planned]) -> Iterator[Planned]:
+    """Yield candidates that are not advised: of several sizes of batches the fastest that fits, else the smallest."""
     groups: dict[str, list[Planned]] = {}
     for each in explorer.planned:
         if each.tree:
             groups.setdefault(each.candidate.without_batches, []).append(each)
     for group in groups.values():
         fitting = [each for each in group if each.peak <= explorer.limit]
-        if any(each in best for each in fitting):
-            continue
-        if not fitting:
-            least = min(group, key=lambda each: each.peak)
-            yield f"{least.candidate.words}: does not fit, by {_gigabytes(least.peak - explorer.limit)}"
-            continue
-        each = min(fitting, key=lambda planned: planned.seconds)
-        number, better = _better(each, best)
-        yield f"{each.candidate.words}: {_slower(each, better)} than {number}, with {_memory(each, better)}"
+        if not any(each in best for each in fitting):
+            yield min(fitting, key=lambda each: each.seconds) if fitting else min(group, key=lambda each: each.peak)
 
 
 def _memory(one: Planned, other: Planned) -> str:
@@ -238,12 +254,6 @@ def _memory(one: Planned, other: Planned) -> str:
 def _gigabytes(num_bytes: float) -> str:
     amount = num_bytes / 1e9
     return f"{amount:,.1f} GB" if amount >= 1 else f"{amount:.2g} GB"
-
-
-def _errors(explorer: Explorer) -> Iterator[str]:
-    for each in explorer.planned:
-        if each.error:
-            yield f"{each.candidate.words}: {each.error}"
 
 
 def _time(step_s: Interval) -> str:

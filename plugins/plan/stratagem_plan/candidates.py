@@ -40,6 +40,8 @@ class Layout:
     shares: tuple[int, int, int] = (1, 1, 1)
     #: Optimizer steps between two averages of replicas; 0 if gradients are averaged in every step.
     period: int = 0
+    #: Of a batch, in a pipeline.
+    microbatches: int = 1
 
     @property
     def name(self) -> str:
@@ -110,6 +112,25 @@ def cutting_layers(devices: int, nodes: int) -> Iterator[Layout]:
     if devices > 1:
         axes = {"name": "parallel", "tensor": devices, "plan": "auto"} | ({"shard": nodes} if nodes > 1 else {})
         yield Layout(strategy=axes | _UNITS if nodes > 1 else axes, data_ranks=nodes, shares=(devices * nodes,) * 3)
+
+
+def pipelines(devices: int, nodes: int, samples: int, least: float, parts: int) -> Iterator[Layout]:
+    """Yield the pipeline with the fewest stages; of several nodes with several devices, each cuts its layers.
+
+    Args:
+        samples: Of a step of all ranks.
+        least: Devices that one replica takes.
+        parts: Micro-batches for each stage, at most.
+    """
+    tensor = devices if min(devices, nodes) > 1 else 1
+    ranks = devices * nodes // tensor
+    for stages in [each for each in range(2, ranks + 1) if ranks % each == 0 and each * tensor >= least][:1]:
+        replicas = ranks // stages
+        most = max(each for each in range(1, parts * stages + 1) if samples // replicas % each == 0)
+        axes = {"name": "parallel", "pipeline": stages, "microbatches": most}
+        axes |= {"tensor": tensor, "plan": "auto"} if tensor > 1 else {}
+        shares = (stages * tensor,) * 3
+        yield Layout(strategy=axes, data_ranks=replicas, shares=shares, microbatches=most)
 
 
 def _between(devices: int, nodes: int) -> list[int]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from attrs import frozen
+
+from stratagem.errors import ConfigError
 
 WIDTH = 360.0
 #: Left and right end of what is drawn over an axis of its own labels.
@@ -72,6 +76,29 @@ def file_text(svg: Element) -> str:
     whole[1:1] = [tag("style", STYLE), background]
     ElementTree.indent(whole)
     return ElementTree.tostring(whole, encoding="unicode") + "\n"
+
+
+def renderer() -> Any:
+    """Return the module that turns SVG into PNG.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import resvg_py
+    except ImportError:
+        raise ConfigError(
+            "--png is set, and resvg-py is not installed", expected="what turns SVG into PNG",
+            do="run `pip install stratagem-plan[png]`, or pass --svg",
+        ) from None  # fmt: skip
+    return resvg_py
+
+
+def png_bytes(svg: Element) -> bytes:
+    """Return a drawing as a PNG file of 1,080 pixels width, in the light colours: the renderer knows no variables."""
+    colors = dict(re.findall(r"(--\w+): (#\w+)", STYLE.partition("@media")[0]))
+    plain = re.sub(r"var\((--\w+)\)", lambda found: colors[found[1]], file_text(svg))
+    return bytes(renderer().svg_to_bytes(svg_string=plain, zoom=3))
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> Element:

@@ -116,6 +116,7 @@ def check_cluster(arguments: argparse.Namespace) -> None:
             )
     if arguments.script is None:
         raise ConfigError("no script was given", expected="stratagem plan [options] SCRIPT")
+    page.wanted(arguments)
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from attrs import define, field
 from attrs.converters import optional
 from torch.distributed import Work
@@ -29,7 +30,7 @@ class Counted(Planner):
     told: dict[str, Any] = field(init=False, factory=dict)
 
     @hookimpl
-    def prepare_module(self) -> None:
+    def prepare_module(self, module: torch.nn.Module) -> None:
         """Leave the module its values."""
 
     def _begin(self) -> None:

@@ -1,22 +1,27 @@
-"""The page of a plan, with everything in one HTML file, and its pictures as files of their own."""
+"""Pages with everything in one HTML file, and their pictures as files of their own; and the page of a plan."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
+from attrs import asdict
+
 from stratagem_plan import pictures
-from stratagem_plan.charts import STYLE, file_text, si, tag
+from stratagem_plan.charts import STYLE, file_text, png_bytes, renderer, si, tag
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
 from stratagem_plan.plan_file import Plan, RankClass, totals
 
 if TYPE_CHECKING:
     from stratagem_plan.simulate import Scale, Simulation
+
+#: Title, picture and note of each picture, by name.
+Drawn: TypeAlias = dict[str, tuple[str, Element, str]]
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
@@ -28,12 +33,13 @@ h1 { margin: 0 0 .25rem; font-size: clamp(1.4rem, 4vw, 2rem); line-height: 1.2; 
 h2 { margin: 0 0 .5rem; font-size: 1rem; }
 p { margin: .25rem 0; } .note { color: var(--soft); font-size: .875rem; }
 code { font: .8125rem/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+pre { margin: 0 0 .5rem; white-space: pre-wrap; user-select: all; }
 .good, .bad { font-weight: 650; } .good { color: var(--good); } .bad { color: var(--bad); }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.25rem, 1fr)); gap: 1rem; margin: 1.25rem 0; }
 dt, dd + dd { color: var(--soft); font-size: .8125rem; } dd { margin: 0; font-size: 1.2rem; font-weight: 600; }
 dd + dd { font-weight: 400; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
-.tables { display: grid; gap: 1rem; margin-top: 1rem; }
+.tables { display: grid; gap: 1rem; margin: 1rem 0; }
 figure, section { min-width: 0; margin: 0; padding: .9rem .75rem; border: 1px solid var(--faint); border-radius: 6px;
   background: var(--sheet); }
 figure svg { display: block; width: 100%; max-width: 27rem; height: auto; margin: 0 auto; }
@@ -46,22 +52,43 @@ ul { margin: 0; padding-left: 1.1rem; }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `write` reads."""
+    """Add the options that `save` reads."""
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
     parser.add_argument("--svg", type=Path, metavar="FOLDER", help="write each picture as an SVG file")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write each picture as a PNG file")
+
+
+def wanted(arguments: argparse.Namespace) -> bool:
+    """Whether `arguments` ask for a page or pictures.
+
+    Raises:
+        ConfigError: they ask for PNG files, and what draws them is not installed.
+    """
+    if arguments.png:
+        renderer()
+    return bool(arguments.html or arguments.svg or arguments.png)
+
+
+def save(arguments: argparse.Namespace, text: str, drawn: Drawn) -> None:
+    """Write the page `text` and the pictures to the files that `arguments` ask for."""
+    if arguments.html:
+        arguments.html.write_text(text, encoding="utf-8")
+    for name, (_, svg, _) in drawn.items():
+        for kind, folder, bytes_of in (("svg", arguments.svg, _svg_bytes), ("png", arguments.png, png_bytes)):
+            if folder:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{name}.{kind}").write_bytes(bytes_of(svg))
+
+
+def _svg_bytes(svg: Element) -> bytes:
+    return file_text(svg).encode()
 
 
 def write(arguments: argparse.Namespace, plan: Plan, device: Device, result: Simulation | None = None) -> None:
-    """Write the page and the pictures that `arguments` ask for; `result` adds those of the time."""
-    if not (arguments.html or arguments.svg):
-        return
-    drawn = _drawn(plan, device, result)
-    if arguments.html:
-        arguments.html.write_text(_page(plan, device, result, drawn), encoding="utf-8")
-    if arguments.svg:
-        arguments.svg.mkdir(parents=True, exist_ok=True)
-        for name, (_, svg, _) in drawn.items():
-            (arguments.svg / f"{name}.svg").write_text(file_text(svg), encoding="utf-8")
+    """Write the page of a plan and the pictures that `arguments` ask for; `result` adds those of the time."""
+    if wanted(arguments):
+        drawn = _drawn(plan, device, result)
+        save(arguments, _page(plan, device, result, drawn), drawn)
 
 
 def document(title: str, *body: Element) -> str:
@@ -80,6 +107,11 @@ def figure(title: str, svg: Element, note: str = "") -> Element:
     return tag("figure", tag("h2", title), svg, *([tag("p", note, class_="note")] if note else ()))
 
 
+def listed(title: str, items: Iterable[str]) -> Element:
+    """Return a list with a title."""
+    return tag("section", tag("h2", title), tag("ul", *(tag("li", each) for each in items)))
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 0) -> Element:
     """Return a table that scrolls on a narrow screen; the first `words` columns have words, the others numbers."""
 
@@ -93,9 +125,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 0) ->
 # --- A plan ----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(plan: Plan, device: Device, result: Simulation | None) -> dict[str, tuple[str, Element, str]]:
-    """Return title, picture and note by name, of what the plan and the prediction have data for."""
-    found: dict[str, tuple[str, Element, str]] = {}
+def _drawn(plan: Plan, device: Device, result: Simulation | None) -> Drawn:
+    """Return the pictures that the plan and the prediction have data for."""
+    found: Drawn = {}
     if all(each.at_peak for each in plan.classes):
         note = "When a device holds most, and when the step has ended."
         found["memory"] = ("Memory", pictures.memory(plan, device.memory_bytes), note)
@@ -112,7 +144,7 @@ def _drawn(plan: Plan, device: Device, result: Simulation | None) -> dict[str, t
     return found
 
 
-def _page(plan: Plan, device: Device, result: Simulation | None, drawn: dict[str, tuple[str, Element, str]]) -> str:
+def _page(plan: Plan, device: Device, result: Simulation | None, drawn: Drawn) -> str:
     name = Path(plan.script.split(" ")[0]).name
     facts = [f"{kind} {choice}" for kind, choice in plan.stack.items() if choice]
     facts += [f"{plan.world.world_size:,} x {device.name}", f"nodes: {plan.world.nodes:,}"]
@@ -123,27 +155,30 @@ def _page(plan: Plan, device: Device, result: Simulation | None, drawn: dict[str
         tag("p", tag("code", plan.script)),
         tag("p", "; ".join(facts)),
         *_verdict(plan, device),
-        tag("dl", *_tiles(plan, result)),
+        tag("dl", *_tiles(plan, device, result)),
         tag("div", *(figure(*each) for each in drawn.values()), class_="charts"),
         tag("div", *_tables(plan, result), class_="tables"),
     )
 
 
 def _verdict(plan: Plan, device: Device) -> Iterator[Element]:
-    worst, limit = max(plan.classes, key=lambda each: each.peak), device.memory_bytes
+    from stratagem_plan.result import verdict
+
+    limit = device.memory_bytes
     if limit is None:
         yield tag("p", f"The memory of {device.name} is not known: whether it fits is not said.", class_="note")
-    elif worst.peak > limit:
-        words = f"Does not fit: rank {worst.rank} needs {si(worst.peak - limit, 'B')} more than the device has."
-        yield tag("p", words, class_="bad")
-    elif worst.peak:
-        yield tag("p", f"Fits: {worst.peak / limit:.1%} of {si(limit, 'B')} at the peak.", class_="good")
+    elif any(each.peak for each in plan.classes):
+        first, *ways = verdict(asdict(plan), limit)
+        yield tag("p", first, class_="good" if first.startswith("fits") else "bad")
+        yield tag("ul", *(tag("li", each.strip()) for each in ways))
 
 
-def _tiles(plan: Plan, result: Simulation | None) -> Iterator[Element]:
+def _tiles(plan: Plan, device: Device, result: Simulation | None) -> Iterator[Element]:
     """Yield the most important figures: name, value, interval."""
     if peak := max(each.peak for each in plan.classes):
-        yield tag("div", tag("dt", "peak memory"), tag("dd", si(peak, "B")))
+        limit = device.memory_bytes
+        share = [tag("dd", f"{peak / limit:.1%} of {si(limit, 'B')}")] if limit else []
+        yield tag("div", tag("dt", "peak memory"), tag("dd", si(peak, "B")), *share)
     flops = max(sum(work.count * work.flops_of_one for work in each.work) for each in plan.classes)
     inputs = f"samples: {plan.inputs.samples:,}, tokens: {plan.inputs.tokens:,}"
     yield tag("div", tag("dt", "a step of a rank"), tag("dd", si(flops, "FLOP")), tag("dd", inputs))
@@ -175,7 +210,7 @@ def _tables(plan: Plan, result: Simulation | None) -> Iterator[Element]:
             if scales:
                 yield tag("section", tag("h2", title), table(columns, [*map(_scale, scales)]))
     assumed = result.assumptions if result else plan.assumptions
-    yield tag("section", tag("h2", "Assumptions"), tag("ul", *(tag("li", each) for each in assumed)))
+    yield listed("Assumptions", assumed)
 
 
 def _scale(each: Scale) -> tuple[str, ...]:

@@ -268,7 +268,7 @@ def pareto(points: Sequence[tuple[str, float, float, bool]], limit: float | None
     corners = [(after[0], before[1]) for before, after in itertools.pairwise(places)]
     steps = [point for pair in itertools.zip_longest(places, corners) for point in pair if point]
     drawn += [path(steps, "line c1")] * (len(steps) > 1)
-    shown = [number for number in range(len(points)) if number in best or len(points) <= _MOST_NUMBERS]
+    shown = [number for number in range(len(points)) if number in best or number < _MOST_NUMBERS]
     taken: list[tuple[float, float]] = []
     listed, line = [], 276.0
     for number, (label, seconds, num_bytes, fits) in enumerate(points):

@@ -109,6 +109,9 @@ class RankClass:
     bubble: Bubble | None = None
     #: Bytes of a device at the peak and at the end of the step, and what has them; 0 and empty if nothing counted them.
     peak: float = 0.0
+    #: The memory that the planned device had to have, and how often torch's allocator gives back what it keeps.
+    needs: float = 0.0
+    returns: int = 0
     at_peak: dict[str, float] = Factory(dict)
     peak_phase: str = ""
     end: dict[str, float] = Factory(dict)

@@ -203,16 +203,17 @@ def misfit(tree: dict[str, Any], limit: float) -> list[str]:
         return []
     text = f"rank {worst['rank']} needs {over:,.0f} bytes more than the device has"
     text += ", since what torch keeps free is in pieces" if in_pieces else ""
-    ways = sorted(_ways(worst["at_peak"]), key=lambda way: -way[0])
+    more = "more devices, with " * (tree["world"]["world_size"] == 1)
+    ways = sorted(_ways(worst["at_peak"], more), key=lambda way: -way[0])
     said = [f"  {text} ({amount:,.0f} bytes are {name})" for amount, name, text in ways]
     said[:0] = [f"  {EXPANDABLE}, with which it keeps less"] * in_pieces
     return [f"does not fit: {text}", *said[:3]]
 
 
-def _ways(by: dict[str, int]) -> Iterator[tuple[int, str, str]]:
+def _ways(by: dict[str, int], more: str) -> Iterator[tuple[int, str, str]]:
     yield by["activations"], "activations", "smaller batches with accumulate_grad_batches, or activation_checkpointing"
-    yield by["parameters"], "parameters", 'strategy="fsdp", which divides them over the ranks, or more ranks under it'
-    yield by["optimizer"], "the optimizer's", 'strategy="ddp_sharded" or "fsdp", which divide its state over the ranks'
+    yield by["parameters"], "parameters", f'{more}strategy="fsdp", which divides them, or more ranks under it'
+    yield by["optimizer"], "the optimizer's", f'{more}strategy="ddp_sharded" or "fsdp", which divide its state'
     yield by["temporary"], "temporary", "smaller batches; a loss in parts, if logits are large; smaller reduce buckets"
-    yield by["gradients"], "gradients", 'strategy="fsdp", which divides them over the ranks'
+    yield by["gradients"], "gradients", f'{more}strategy="fsdp", which divides them'
     yield by["messages"], "messages", "a smaller bucket_cap_mb, or smaller units (auto_wrap_policy)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from attrs import define, evolve, field, frozen
@@ -11,7 +11,16 @@ from attrs import define, evolve, field, frozen
 from stratagem.errors import ConfigError
 from stratagem_plan.allocator import LIBRARY_BYTES
 from stratagem_plan.assumptions import check_used
-from stratagem_plan.candidates import CHECKPOINTING, MARGIN, Candidate, Layout, cutting_layers, layouts, precisions
+from stratagem_plan.candidates import (
+    CHECKPOINTING,
+    MARGIN,
+    Candidate,
+    Layout,
+    cutting_layers,
+    layouts,
+    pipelines,
+    precisions,
+)
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
 from stratagem_plan.micro_batches import divisors, largest
@@ -42,9 +51,9 @@ class Planned:
         return peak_of(self.tree) if self.tree else 0
 
     @property
-    def reserved(self) -> int:
-        """Return the most bytes that torch's allocator keeps for a rank."""
-        return max(int(each["reserved"]) for each in self.tree["classes"]) if self.tree else 0
+    def is_tight(self) -> bool:
+        """Whether torch's allocator gives back what it keeps, for which a step waits."""
+        return any(each["returns"] for each in self.tree["classes"]) if self.tree else False
 
     @property
     def seconds(self) -> float:
@@ -119,14 +128,26 @@ class Explorer:
         kinds = precisions(self.device) if "precision" in self.searched else (None,)
         ways = self._searched(known)
         self._run(self._of_layout(way, kinds[0]) for way in ways)
-        if not self.fitting and "strategy" in self.searched:
-            last = list(cutting_layers(self.script.devices, self.script.nodes))
-            self._run(self._of_layout(way, kinds[0]) for way in last)
-            ways += last
+        for last in self._last_resorts(kinds[0]) if "strategy" in self.searched else ():
+            if not self.fitting:
+                self._run(self._of_layout(way, kinds[0]) for way in last)
+                ways += last
         self._run(self._of_precision(best, other) for best in self._fastest() for other in kinds[1:])
         fit = {each.candidate.layout and each.candidate.layout.words for each in self.fitting}
         others = [way for way in ways if (way and way.words) not in fit]
         self._run(self._of_layout(way, lowest) for way in others for lowest in kinds[2:])
+
+    def _last_resorts(self, precision: str | None) -> Iterator[list[Layout]]:
+        """Yield layouts that send activations; in a pipeline what stays on a rank takes at most half of its memory.
+
+        With four micro-batches for each stage a pipeline waits a fifth of the time; with one it holds fewer messages.
+        """
+        devices, nodes = self.script.devices, self.script.nodes
+        whole = Candidate(layout=Layout(strategy="", data_ranks=1), precision=precision)
+        least = 2 * self._bytes_of_states(whole) / self.limit
+        staged = [[*pipelines(devices, nodes, self.samples, least, parts)] if self._resizes else [] for parts in (4, 1)]
+        yield [*cutting_layers(devices, nodes), *staged[0]]
+        yield staged[1]
 
     def _fastest(self) -> list[Planned]:
         """Return the fastest candidates: of all, and of those that average gradients in every step."""
@@ -159,7 +180,9 @@ class Explorer:
         sizes = self._sizes(candidate)
         if not sizes:
             return
-        for level in CHECKPOINTING if "checkpointing" in self.searched else (None,):
+        levels: list[str | None] = ["full"] if layout and layout.microbatches > 1 else list(CHECKPOINTING)
+        levels = levels if "checkpointing" in self.searched else [None]
+        for level in levels:
             best = yield from self._largest(evolve(candidate, checkpointing=level), sizes)
             if best is not None and best.error and "auto_wrap_policy" in best.error and layout:
                 self.planned.remove(best)
@@ -167,7 +190,7 @@ class Explorer:
                 return
             if best is None or best.error:
                 return
-            if level is None:
+            if level == levels[-1]:
                 return
             if best.peak <= self.limit and (len(sizes) == 1 or best.micro_batch == sizes[-1]):
                 why = "the largest batch already fits with less"
@@ -214,8 +237,9 @@ class Explorer:
             why = "by a closed formula, what is kept beside activations takes more than twice the memory"
             self.left_out.append((f"{candidate.words} ({states / 1e9:,.0f} GB)", why))
             return []
-        own = micro_batch_of(tree)
-        sizes = divisors(self.samples // ranks)
+        parts = layout.microbatches if layout else 1
+        own = micro_batch_of(tree) * parts
+        sizes = [size for size in divisors(self.samples // ranks) if size % parts == 0]
         if "micro_batch" in self.searched and self._resizes:
             return sizes
         return [own if own in sizes else sizes[-1]] if sizes else [1]
@@ -263,11 +287,25 @@ class Explorer:
         for position, answer in plan_all(variants, quiet=True):
             answers[position] = answer
             print(f"planned: {scripts[position][0].words}", file=sys.stderr)
+        stages = [(number, rank) for number, answer in enumerate(answers) for rank in self._other_stages(answer)]
+        others = [evolve(variants[number], rank=rank) for number, rank in stages]
+        for position, answer in plan_all(others, quiet=True):
+            number = stages[position][0]
+            if isinstance(answer, str):
+                answers[number] = answer
+            elif not isinstance(answers[number], str):
+                answers[number]["classes"] += answer["classes"]
         for candidate in candidates:
             if not self._known(candidate):
                 own = [answer for (each, _), answer in zip(scripts, answers, strict=True) if each is candidate]
                 self.planned.append(self._of(candidate, own))
         return [found for each in candidates if (found := self._known(each))]
+
+    def _other_stages(self, answer: dict[str, Any] | str) -> list[int]:
+        """Return a rank of each other kind of stage, if the first one fits."""
+        if isinstance(answer, str) or answer["mesh"].get("pipeline", 1) == 1 or peak_of(answer) > self.limit:
+            return []
+        return list(answer["other_classes"])
 
     def _known(self, candidate: Candidate) -> Planned | None:
         return next((each for each in self.planned if each.candidate == candidate), None)

@@ -16,11 +16,12 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
+        normed = self.norm_1(x)
+        q, k, v = (each(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
