@@ -30,13 +30,13 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+        self.up, self.down = nn.Linear(%(width)d, 4 * %(width)d), nn.Linear(4 * %(width)d, %(width)d)
     def forward(self, x):
         return x + self.down(self.up(x).relu())
 class M(sg.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(256, 8))
+        self.net = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(%(width)d, 8))
     def training_step(self, batch):
         return self.net(batch["x"]).square().mean()
     def configure_optimizers(self):
@@ -46,20 +46,23 @@ class Batch(collections.UserDict):  # as tokenizers return
         return {key: value.to(device) for key, value in self.items()}
 def collate(samples):
     return Batch(x=torch.stack(samples))
-loader = torch.utils.data.DataLoader(torch.zeros(640, 64, 256), batch_size=%(batch)d, collate_fn=collate)
+loader = torch.utils.data.DataLoader(torch.zeros(640, 64, %(width)d), batch_size=%(batch)d, collate_fn=collate)
 def train(**options):
     sg.Trainer(max_steps=9, logger=False, enable_checkpointing=False, enable_progress_bar=False, **options).fit(M(), loader)
 %(then)s
 """
+#: Bytes of a device that holds a model of width 1024 if it is divided. torch's allocator takes memory in pieces of 20 MiB:
+#: beside them smaller models would not tell one strategy from another.
+MEMORY = 640e6
 DEVICE = 'source = "a test"\nread_on = 2026-11-27\nvendor = false\nmemory_bytes_per_s = 1e12\nmemory_bytes = {memory}\n'
 DEVICE += "[flops]\nbf16_dense = 1e14\nfp32_dense = 1e13\n"
 DEVICE += "".join(f"[{link}]\nbytes_per_s_per_direction = 1e10\nlatency_s = 1e-5\n" for link in ("intra", "inter"))
 
 
-def write(folder, batch=4, then="train()", memory=128e6):
+def write(folder, batch=4, then="train()", memory=128e6, width=256):
     (folder / "small.toml").write_text(DEVICE.format(memory=memory))
     path = folder / "train.py"
-    path.write_text(SCRIPT % {"batch": batch, "then": then})
+    path.write_text(SCRIPT % {"batch": batch, "then": then, "width": width})
     return path
 
 
@@ -100,13 +103,13 @@ def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path):
     fsdp = "train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})"
-    script = write(tmp_path, then=fsdp, memory=96.2e6)
+    script = write(tmp_path, then=fsdp, memory=MEMORY, width=1024)
     code, tree, said = command("plan", tmp_path, "--devices", "2", "--largest-micro-batch", str(script))
     assert code == 0, said
     size = tree["largest_micro_batch"]["size"]
-    peaks = [peak_of(planned(script, micro_batch=each)) for each in (size, size + 1)]
+    peaks = [peak_of(planned(script, micro_batch=each, memory=MEMORY)) for each in (size, size + 1)]
 
-    assert peaks[0] <= 96.2e6 < peaks[1]
+    assert peaks[0] <= MEMORY < peaks[1]
     assert peaks == [tree["largest_micro_batch"][name] for name in ("peak", "peak_of_next")]
     assert f"largest micro-batch that fits: {size} samples" in said
 
@@ -174,7 +177,7 @@ def advice(tmp_path_factory):
     """Return what `advise` wrote and said about devices on which a whole replica does not fit, and its folder."""
     folder = tmp_path_factory.mktemp("advice")
     words = ["--devices", "2", "--search", "strategy,micro_batch", "--html", "advice.html", "--svg", "pictures"]
-    words.append(str(write(folder, batch=8, memory=100e6)))
+    words.append(str(write(folder, batch=64, memory=MEMORY, width=1024)))
     code, tree, said = command("advise", folder, *words)
     assert code == 0, said
     return tree, said, folder
@@ -188,11 +191,11 @@ def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
     for each in tree["planned"]:
         names[each["fits"]].add(each["candidate"].split(",")[0])
 
-    assert names[True] == {"fsdp"}
-    assert names[False] >= {"the script as it is", "ddp", "ddp_sharded"}
-    assert best["settings"]["accumulate_grad_batches"] * best["micro_batch"] == 8
-    assert re.search(r"  ddp, batches of 1: does not fit, by 0\.0\d+ GB", said)
-    assert "ddp for 2,104,328 parameters: does not fit here" in said
+    assert "fsdp" in names[True]
+    assert names[False] >= {"the script as it is", "ddp"}
+    assert best["settings"]["accumulate_grad_batches"] * best["micro_batch"] == 64
+    assert re.search(r"  ddp, batches of 1: does not fit, by 0\.\d+ GB", said)
+    assert "ddp for 33,583,112 parameters: does not fit here" in said
 
 
 @pytest.mark.slow
@@ -215,7 +218,7 @@ def test_the_advised_batch_fits_and_the_next_does_not(advice):
     peaks = [
         peak_of(
             planned(
-                folder / "train.py", micro_batch=each, accumulate=8 // each,
+                folder / "train.py", micro_batch=each, accumulate=64 // each, memory=MEMORY,
                 settings={"strategy": best["settings"]["strategy"]},
             )
         )
@@ -223,7 +226,7 @@ def test_the_advised_batch_fits_and_the_next_does_not(advice):
     ]  # fmt: skip
 
     assert peaks[0] == best["peak"]
-    assert peaks[0] <= 100e6 < peaks[1]
+    assert peaks[0] <= MEMORY < peaks[1]
 
 
 @pytest.mark.slow
@@ -351,7 +354,9 @@ def test_a_pipeline_is_tried_if_layers_are_cut(tmp_path):
     text = script.read_text().replace(
         "*(Block() for _ in range(4)), nn.Linear(256, 8)", "Block(), Block(), nn.Linear(256, 8_000)"
     )
-    script.write_text(text.replace("1024", "40_000").replace("torch.zeros(640, 64, 256)", "torch.zeros(640, 256)"))
+    script.write_text(
+        text.replace("1024", "40_000").replace("torch.zeros(640, 64, %(width)d)", "torch.zeros(640, 256)")
+    )
     code, tree, said = command("advise", tmp_path, "--search", "strategy", "--devices", "2", "--nodes", "2", "train.py")
     assert code == 0, said
     (best,) = [each for each in tree["planned"] if "pipeline" in each["candidate"]]
@@ -369,8 +374,10 @@ def test_a_pipeline_is_tried_if_layers_are_cut(tmp_path):
 def test_layers_are_cut_if_nothing_else_fits(tmp_path):
     """The model is one layer: gathered whole, it does not fit beside what a rank keeps."""
     script = write(tmp_path, memory=320e6)
-    text = script.read_text().replace("nn.Sequential(*(Block() for _ in range(4)), nn.Linear(256, 8))", "Block()")
-    script.write_text(text.replace("1024", "40_000").replace("torch.zeros(640, 64, 256)", "torch.zeros(640, 256)"))
+    text = script.read_text().replace("nn.Sequential(*(Block() for _ in range(4)), nn.Linear(%(width)d, 8))", "Block()")
+    script.write_text(
+        text.replace("1024", "40_000").replace("torch.zeros(640, 64, %(width)d)", "torch.zeros(640, 256)")
+    )
     code, tree, said = command("advise", tmp_path, "--search", "strategy", "--devices", "2", "train.py")
     assert code == 0, said
 

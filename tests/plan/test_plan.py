@@ -179,17 +179,18 @@ sg.Trainer(max_steps=5, activation_checkpointing=[nn.Sequential] if {recompute} 
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"peak": 100}, "fits"),
-        ({"peak": 100, "returns": 2}, "fits, and torch gives back what it keeps"),
+        ({"peak": 100, "needs": 100}, "fits"),
+        ({"peak": 100, "needs": 100, "returns": 2}, "fits, and torch gives back what it keeps"),
         (
-            {"peak": 100, "returns": 2, "lacking": 7},
-            "does not fit: rank 0 lacks 7 bytes, since what torch keeps free is in",
+            {"peak": 100, "needs": 147},
+            "does not fit: rank 0 needs 7 bytes more than the device has, since what torch keeps",
         ),
-        ({"peak": 150, "returns": 2, "lacking": 7}, "does not fit: rank 0 needs 10 bytes more"),
+        ({"peak": 150, "needs": 150}, "does not fit: rank 0 needs 10 bytes more"),
     ],
 )
 def test_whether_a_plan_fits_is_told(told, words):
-    tree = {"classes": [{"rank": 0, "returns": 0, "at_peak": dict.fromkeys(CATEGORIES, 1)} | told]}
+    ranks = {"rank": 0, "returns": 0, "at_peak": dict.fromkeys(CATEGORIES, 1)} | told
+    tree = {"world": {"world_size": 2}, "classes": [ranks]}
 
     assert verdict(tree, 140)[0].startswith(words)
 
