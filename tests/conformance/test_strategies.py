@@ -17,9 +17,6 @@ class TestSingleDevice(StrategyConformance):
 class TestDDP(StrategyConformance):
     plugin = "ddp"
 
-    def held_on_a_gpu(self, module, world_size):
-        return sum(parameter.nbytes for parameter in module.parameters())  # NCCL keeps the first buckets for a moment
-
 
 @pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDDPFindUnused(StrategyConformance):
@@ -94,9 +91,6 @@ class TestDeepSpeedStage1(StrategyConformance):
 class TestDeepSpeedStage2(StrategyConformance):
     plugin = "deepspeed_stage_2"
     world_sizes = (2,)
-
-    def held_on_a_gpu(self, module, world_size):
-        return 200_000_000 * 4  # the second bucket of `overlap_comm`, which the CPU does not have
 
 
 @pytest.mark.when_changed("plugins/deepspeed/", guard="tests/conformance/test_strategies.py::TestDDPSharded")

@@ -77,6 +77,12 @@ class Machine:
     #: Whether the ranks of a group that are on one node send to other nodes over a link each, or all over one.
     all_links: bool = True
 
+    @property
+    def hides(self) -> bool:
+        """Whether messages are sent while the device computes: the host sends them."""
+        assert self.measured.curve
+        return self.measured.curve.host_forward_s > 0
+
     # --- Computation -----------------------------------------------------------------------------------------------
 
     def seconds(self, work: Work) -> float:
@@ -122,6 +128,8 @@ class Machine:
         n = 2 if message.op == "send" else message.ranks
         if n == 1:
             return 0.0
+        if message.within_node and self.device.intra and self.device.intra.measured:
+            return message.calls * self._measured(message, self.device.intra)
         nodes = 1 if message.within_node else max(2, math.ceil(n / in_node))
         rate, hops, tree = self._links(nodes, n / nodes)
         bandwidth = message.payload / rate
@@ -132,6 +140,10 @@ class Machine:
             "send": bandwidth + tree,
         }.get(message.op, ring)
         return message.calls * one
+
+    def _measured(self, message: Collective, link: Link) -> float:
+        rates = link.measured.get(message.op) or link.measured["broadcast"]
+        return max(link.latency_s or 0.0, message.payload / _at(rates, message.payload))
 
     def _links(self, nodes: int, in_node: float) -> tuple[float, float, float]:
         """Return bytes/s of a rank's messages, and the latencies of a ring and of a tree, for a group of ranks.
@@ -218,7 +230,7 @@ def _step_of(ranks: RankClass, machine: Machine, accumulate: int) -> Step:
     for message in ranks.collectives:
         seconds = machine.collective(message, _ranks_in_node(message, ranks.collectives, machine.per_node))
         communication += seconds
-        if _overlapped(message):
+        if machine.hides and _overlapped(message):
             hidden[message.phase].append((message, seconds))
         else:
             exposed[message.phase] += seconds

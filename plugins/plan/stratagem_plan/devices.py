@@ -25,20 +25,22 @@ MEASURED = "h200-sxm-141gb"
 
 
 @frozen(kw_only=True)
+class Rates:
+    """A rate that was measured at sizes in ascending order; between them it is interpolated in logarithms."""
+
+    size: list[float]
+    per_s: list[float]
+
+
+@frozen(kw_only=True)
 class Link:
     """The way from one device to others, as the device's data sheet has it."""
 
     bytes_per_s_per_direction: float
     #: Of one hop of a ring; None if no source tells.
     latency_s: float | None = None
-
-
-@frozen(kw_only=True)
-class Rates:
-    """A rate that was measured at sizes in ascending order; between them it is interpolated in logarithms."""
-
-    size: list[float]
-    per_s: list[float]
+    #: What was measured, by collective: bytes/s of a call over its bytes, with `latency_s` for a call at least.
+    measured: dict[str, Rates] = Factory(dict)
 
 
 @frozen(kw_only=True)
@@ -56,7 +58,7 @@ class Curve:
     vector: Rates
     #: The shortest time between two kernels.
     kernel_s: float
-    #: Time of the host for one operation, in phases without and with autograd's backward.
+    #: Time of the host for one operation, in phases without and with autograd's backward; 0 if the host computes.
     host_forward_s: float
     host_backward_s: float
 

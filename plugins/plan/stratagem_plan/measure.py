@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812
 
-from stratagem_plan.cost import INTRA_SHARE
-
 #: Seconds for which one call is repeated at least.
 _LONG_ENOUGH = 0.1
 _DTYPES = {"fp32_dense": torch.float32, "bf16_dense": torch.bfloat16}
@@ -28,8 +26,8 @@ _SIZES = {
     False: ((1024, 2048, 4096, 8192), (1 << 24, 1 << 27, 1 << 30), (1024, 2048, 4096)),
 }
 _HEADS, _WIDTH = 8, 64
-#: Bytes of messages whose times are latency, and bandwidth.
-_SHORT, _LONG = 64, 1 << 25
+#: Bytes of messages.
+_MESSAGES = (64, 1 << 16, 1 << 20, 1 << 22, 1 << 25)
 
 
 def measure(num_devices: int) -> str:
@@ -68,6 +66,15 @@ def _rank(rank: int, num_devices: int, folder: str, question: Any) -> None:
     dist.destroy_process_group()
 
 
+#: Collectives as strategies call them: with what all ranks hold together, and with what one rank holds.
+_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "all_reduce": lambda whole, _: dist.all_reduce(whole),
+    "all_gather": dist.all_gather_into_tensor,
+    "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+    "broadcast": lambda whole, _: dist.broadcast(whole, 0),
+}
+
+
 class _Device:
     """One of the devices."""
 
@@ -93,11 +100,11 @@ class _Device:
             f"kernel_s = {kernel:.3g}", f"host_forward_s = {host:.3g}", f"host_backward_s = {host:.3g}",
         ]  # fmt: skip
         for name, rates in matmul.items():
-            lines += _rates(f"matmul.{name}", self.sizes, rates)
+            lines += _rates(f"curve.matmul.{name}", self.sizes, rates)
         for position, name in enumerate(("forward", "backward")):
             flops = [each[position][0] for each in attention]
-            lines += _rates(f"attention.{name}", flops, [each[position][1] for each in attention])
-        return "\n".join([*lines, *_rates("vector", self.bytes, vector)]) + "\n"
+            lines += _rates(f"curve.attention.{name}", flops, [each[position][1] for each in attention])
+        return "\n".join([*lines, *_rates("curve.vector", self.bytes, vector)]) + "\n"
 
     # --- One figure each ---------------------------------------------------------------------------------------------
 
@@ -134,21 +141,19 @@ class _Device:
         return (time.perf_counter() - start) / 1000, 0.0 if self.is_cpu else started
 
     def _link(self) -> list[str]:
-        """Return the lines of the link between the devices, by the times of a short and of a long sum of all ranks."""
+        """Return the lines of the link between the devices, by the times of messages to all of them."""
         if self.count == 1:
             return []
-        short, long = (self._message(size) for size in (_SHORT, _LONG))
-        hops = 2 * min(self.count - 1, math.ceil(math.log2(self.count)))
-        rate = 2 * (self.count - 1) / self.count * _LONG / max(long - short, 1e-9)
-        return [
-            "[intra]",
-            f"bytes_per_s_per_direction = {rate / INTRA_SHARE:.4g}",  # which the model reaches a share of
-            f"latency_s = {short / hops:.3g}",
-        ]
+        taken = {op: [self._message(op, size) for size in _MESSAGES] for op in _OPS}
+        rates = {op: [size / each for size, each in zip(_MESSAGES, times, strict=True)] for op, times in taken.items()}
+        fastest = max(rate for each in rates.values() for rate in each)
+        lines = ["[intra]", f"bytes_per_s_per_direction = {fastest:.4g}", f"latency_s = {taken['all_reduce'][0]:.3g}"]
+        return lines + [line for op, each in rates.items() for line in _rates(f"intra.measured.{op}", _MESSAGES, each)]
 
-    def _message(self, num_bytes: int) -> float:
-        tensor = torch.ones(num_bytes // 4, device=self.device)
-        return self._seconds(lambda: dist.all_reduce(tensor.zero_()), times=20)
+    def _message(self, op: str, num_bytes: int) -> float:
+        whole = torch.zeros(num_bytes // 4 // self.count * self.count, device=self.device)
+        part = torch.zeros(len(whole) // self.count, device=self.device)
+        return self._seconds(lambda: _OPS[op](whole, part), times=20)
 
     def _memory(self) -> float:
         if not self.is_cpu:
@@ -177,7 +182,7 @@ class _Device:
 
 def _rates(name: str, sizes: Sequence[float], rates: Sequence[float]) -> list[str]:
     return [
-        f"[curve.{name}]",
+        f"[{name}]",
         f"size = [{', '.join(f'{each:.4g}' for each in sizes)}]",
         f"per_s = [{', '.join(f'{each:.4g}' for each in rates)}]",
     ]

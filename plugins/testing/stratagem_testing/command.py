@@ -22,6 +22,7 @@ class Test{cls}({cls}):
     kind = {kind!r}
     plugin = {name!r}
     world_sizes = {world_sizes!r}
+    unplannable = None
 """
 
 

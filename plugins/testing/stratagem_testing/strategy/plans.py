@@ -39,19 +39,15 @@ _FITS, _CANNOT_BE_PLANNED = 0, 3
 class PlanChecks(StrategyChecks):
     """What a plan says is what a run does."""
 
-    #: Why `stratagem plan` cannot plan the strategy: words of its message. "" where it can.
-    unplannable: ClassVar[str] = ""
-    #: Largest relative difference of a planned peak from that of a run.
+    #: Why `stratagem plan` cannot plan the strategy: words of its message. "" where it can, None where it may.
+    unplannable: ClassVar[str | None] = ""
+    #: Share of the peak of a run that its plan may leave out.
     peak_tolerance: ClassVar[float] = 0.01
 
-    def held_on_a_gpu(self, module: nn.Module, world_size: int) -> int:
-        """Return the bytes of a planned peak that a run on the CPU does not hold, such as what NCCL keeps."""
-        return 0
-
     def test_a_plan_says_what_a_run_sends_and_holds(self, world_size: int) -> None:
-        """Calls and bytes of every collective of a step are equal, and so is the peak of memory, by the same counter.
+        """Calls and bytes of every collective of a step are equal, and a plan's peak is not below that of the run.
 
-        The run is on the CPU, where a strategy may send otherwise than on a GPU: a plan is for a GPU.
+        A plan is for a GPU, where a strategy may hold more than on the CPU of this run.
         """
         if reason := refusal(lambda: registry.find("command", "plan")):
             pytest.skip(reason)
@@ -66,9 +62,9 @@ class PlanChecks(StrategyChecks):
             for rank in of_class:
                 planned, sent = _planned_messages(each), _messages(counted[rank]["sent"])
                 assert planned == sent, f"rank {rank}: planned {planned - sent}, sent {sent - planned}"
-                peak = each["peak"] - each["at_peak"]["libraries"] - self.held_on_a_gpu(module, world_size)
-                allowed = max(self.peak_tolerance * peak, _ON_THE_CPU_BYTES)
-                assert abs(peak - counted[rank]["peak"]) <= allowed, (
+                peak = each["peak"] - each["at_peak"]["libraries"]
+                left_out = max(self.peak_tolerance * peak, _ON_THE_CPU_BYTES)
+                assert peak >= counted[rank]["peak"] - left_out, (
                     f"rank {rank}: planned {each['at_peak']}, held {counted[rank]['at_peak']}"
                 )
 
@@ -84,6 +80,8 @@ class PlanChecks(StrategyChecks):
                 [sys.executable, "-m", "stratagem", "plan", *words], capture_output=True, text=True, cwd=folder,
                 env=clean | {"PYTHONPATH": os.pathsep.join(sys.path)}, timeout=_LIMIT_S, check=False,
             )  # fmt: skip
+            if self.unplannable is None and done.returncode == _CANNOT_BE_PLANNED:
+                pytest.skip(done.stderr)
             if self.unplannable:
                 assert done.returncode == _CANNOT_BE_PLANNED, f"it is planned: {done.stdout}"
                 assert self.unplannable in done.stderr, done.stderr
