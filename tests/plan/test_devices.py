@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem_plan import devices
+from stratagem_plan.cost import predict
+from stratagem_plan.plan_file import read_plan
 
 #: What a prediction for one device needs.
 COMPLETE = ("memory_bytes", "memory_bytes_per_s")
@@ -91,3 +96,20 @@ def test_a_wrong_file_is_one_sentence(tmp_path, text, message):
 
     with pytest.raises(ConfigError, match=message):
         devices.find("mine", tmp_path / "mine.toml")
+
+
+@pytest.mark.slow
+def test_this_machine_becomes_a_device_that_a_step_can_be_predicted_for(tmp_path):
+    path, plan = tmp_path / "here.toml", tmp_path / "plan.json"
+    assert main(["plan", "--devices", "2", "--measure", str(path)]) == 0
+    options = ["--devices", "2", "--device", "here", "--device-file", str(path)]
+    assert main(["plan", *options, "--json", str(plan), str(Path(__file__).with_name("train_mlp.py")), "{}"]) == 0
+    device = devices.find("here", path)
+    step, _ = predict(read_plan(plan), device)
+
+    assert device.need("flops.fp32_dense") > 1e9
+    assert set(device.intra.measured) == {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
+    # Messages of a CPU hide behind nothing: its cores send them.
+    assert step.exposed == pytest.approx(step.communication)
+    assert step.communication > 0
+    assert step.host == 0

@@ -66,11 +66,12 @@ def _rank(rank: int, num_devices: int, folder: str, question: Any) -> None:
     dist.destroy_process_group()
 
 
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 #: Collectives as strategies call them: with what all ranks hold together, and with what one rank holds.
 _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "all_reduce": lambda whole, _: dist.all_reduce(whole),
-    "all_gather": dist.all_gather_into_tensor,
-    "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+    "all_gather": getattr(dist, "all_gather_single", dist.all_gather_into_tensor),  # its name from torch 2.13 on
+    "reduce_scatter": lambda whole, part: _REDUCE_SCATTER(part, whole),
     "broadcast": lambda whole, _: dist.broadcast(whole, 0),
 }
 
@@ -147,7 +148,8 @@ class _Device:
         taken = {op: [self._message(op, size) for size in _MESSAGES] for op in _OPS}
         rates = {op: [size / each for size, each in zip(_MESSAGES, times, strict=True)] for op, times in taken.items()}
         fastest = max(rate for each in rates.values() for rate in each)
-        lines = ["[intra]", f"bytes_per_s_per_direction = {fastest:.4g}", f"latency_s = {taken['all_reduce'][0]:.3g}"]
+        shortest = min(times[0] for times in taken.values())
+        lines = ["[intra]", f"bytes_per_s_per_direction = {fastest:.4g}", f"latency_s = {shortest:.3g}"]
         return lines + [line for op, each in rates.items() for line in _rates(f"intra.measured.{op}", _MESSAGES, each)]
 
     def _message(self, op: str, num_bytes: int) -> float:
