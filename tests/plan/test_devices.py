@@ -113,3 +113,17 @@ def test_this_machine_becomes_a_device_that_a_step_can_be_predicted_for(tmp_path
     assert step.exposed == pytest.approx(step.communication)
     assert step.communication > 0
     assert step.host == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no script was given"),
+        (["--measure", "here.toml", "train.py"], "--measure and a script were given"),
+        (["--measure", "nowhere/here.toml"], "the folder 'nowhere' does not exist"),
+        (["--measure", "here.toml", "--devices", "0"], "--devices is 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(words, said, capsys):
+    assert main(["plan", *words]) == 1
+    assert said in capsys.readouterr().err

@@ -59,12 +59,12 @@ class PlanCommand(Command):
         from stratagem_plan.result import lines_of, misfit, verdict
         from stratagem_plan.variants import CannotBePlanned
 
+        check_cluster(arguments)
         if arguments.measure:
             from stratagem_plan.measure import measure
 
             arguments.measure.write_text(measure(arguments.devices))
             return 0
-        check_cluster(arguments)
         for rank in arguments.rank or ():
             if not 0 <= rank < arguments.devices * arguments.nodes:
                 raise ConfigError(f"--rank is {rank}", expected=f"0 to {arguments.devices * arguments.nodes - 1}")
@@ -108,14 +108,18 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 def check_cluster(arguments: argparse.Namespace) -> None:
     """Refuse a cluster of no devices, a script that does not exist, and files in folders that do not exist."""
     check_counts("--", devices=arguments.devices, nodes=arguments.nodes)
-    for name in ("json", "html"):
+    for name in ("json", "html", "measure"):
         path = getattr(arguments, name, None)
         if path is not None and not path.parent.is_dir():
             raise ConfigError(
                 f"--{name} is '{path}', and the folder '{path.parent}' does not exist", do="make it first"
             )
-    if arguments.script is None:
-        raise ConfigError("no script was given", expected="stratagem plan [options] SCRIPT")
+    measures = getattr(arguments, "measure", None) is not None
+    if measures == (arguments.script is not None):
+        found = "--measure and a script were given" if measures else "no script was given"
+        raise ConfigError(found, expected="stratagem plan [options] SCRIPT, or stratagem plan --measure FILE")
+    if measures:
+        return
     page.wanted(arguments)
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
