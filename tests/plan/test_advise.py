@@ -354,9 +354,7 @@ def test_a_pipeline_is_tried_if_layers_are_cut(tmp_path):
     text = script.read_text().replace(
         "*(Block() for _ in range(4)), nn.Linear(256, 8)", "Block(), Block(), nn.Linear(256, 8_000)"
     )
-    script.write_text(
-        text.replace("1024", "40_000").replace("torch.zeros(640, 64, %(width)d)", "torch.zeros(640, 256)")
-    )
+    script.write_text(text.replace("4 * 256", "40_000").replace("torch.zeros(640, 64, 256)", "torch.zeros(640, 256)"))
     code, tree, said = command("advise", tmp_path, "--search", "strategy", "--devices", "2", "--nodes", "2", "train.py")
     assert code == 0, said
     (best,) = [each for each in tree["planned"] if "pipeline" in each["candidate"]]
@@ -374,10 +372,8 @@ def test_a_pipeline_is_tried_if_layers_are_cut(tmp_path):
 def test_layers_are_cut_if_nothing_else_fits(tmp_path):
     """The model is one layer: gathered whole, it does not fit beside what a rank keeps."""
     script = write(tmp_path, memory=320e6)
-    text = script.read_text().replace("nn.Sequential(*(Block() for _ in range(4)), nn.Linear(%(width)d, 8))", "Block()")
-    script.write_text(
-        text.replace("1024", "40_000").replace("torch.zeros(640, 64, %(width)d)", "torch.zeros(640, 256)")
-    )
+    text = script.read_text().replace("nn.Sequential(*(Block() for _ in range(4)), nn.Linear(256, 8))", "Block()")
+    script.write_text(text.replace("4 * 256", "40_000").replace("torch.zeros(640, 64, 256)", "torch.zeros(640, 256)"))
     code, tree, said = command("advise", tmp_path, "--search", "strategy", "--devices", "2", "train.py")
     assert code == 0, said
 

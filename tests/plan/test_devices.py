@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,7 +105,8 @@ def test_this_machine_becomes_a_device_that_a_step_can_be_predicted_for(tmp_path
     path, plan = tmp_path / "here.toml", tmp_path / "plan.json"
     assert main(["plan", "--devices", "2", "--measure", str(path)]) == 0
     options = ["--devices", "2", "--device", "here", "--device-file", str(path)]
-    assert main(["plan", *options, "--json", str(plan), str(Path(__file__).with_name("train_mlp.py")), "{}"]) == 0
+    words = [*options, "--json", str(plan), str(Path(__file__).with_name("train_mlp.py")), "{}"]
+    subprocess.run([sys.executable, "-m", "stratagem", "plan", *words], check=True, capture_output=True)
     device = devices.find("here", path)
     step, _ = predict(read_plan(plan), device)
 
