@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from attrs import define, field
@@ -14,7 +13,7 @@ from torch.distributed import Work
 
 from stratagem.api import hookimpl
 from stratagem_plan.counter import StepCounter
-from stratagem_plan.patches import counting_resizes, quiet_shapes
+from stratagem_plan.patches import counting_resizes, quiet_shapes, replaced
 from stratagem_plan.planned import Planner
 
 
@@ -42,7 +41,7 @@ class Counted(Planner):
             with self.counter.quiet():  # gloo reduces and scatters a copy of its own
                 return wait(*arguments)
 
-        gloo, resizes = mock.patch.object(Work, "wait", waited), counting_resizes(self.counter)
+        gloo, resizes = replaced(Work, "wait", waited), counting_resizes(self.counter)
         for context in (gloo, resizes, quiet_shapes(self.counter), self.counter):
             self._modes.enter_context(context)
 

@@ -119,8 +119,8 @@ class StepCounter(TorchDispatchMode):
         self.allocators = _allocators(self.limit)
         #: Blocks of storages that are gone: Python may drop them while an allocator is at work.
         self._gone: list[tuple[Block, ...]] = []
-        #: Blocks of cuBLAS by phase: they stay.
-        self._libraries: dict[str, list[tuple[Block, ...]]] = {}
+        #: Phases for which cuBLAS has blocks: they stay.
+        self._libraries: set[str] = set()
         self._quiet = 0
 
     @property
@@ -144,7 +144,7 @@ class StepCounter(TorchDispatchMode):
                 self.now[category] += known[0]
                 known[1] = category
             return
-        size = _allocated(storage)
+        size = _allocated(storage.nbytes())
         self._live[storage._cdata] = [size, category, self._take(size)]
         weakref.finalize(storage, self._drop, storage._cdata)
         self._grow(size, category)
@@ -155,9 +155,13 @@ class StepCounter(TorchDispatchMode):
                 allocator.give(block)
         return tuple(each.take(size, current_stream()) for each in self.allocators if size)
 
+    def _take_for_libraries(self, phase: str) -> None:
+        for size in LIBRARIES[phase]:
+            self._take(size)
+
     def _use(self, sizes: Iterable[int]) -> None:
         """Let the allocators give out and take back what a kernel needs while it runs."""
-        self._gone += [self._take(-(-size // GRAIN) * GRAIN) for size in sizes]
+        self._gone += [self._take(_allocated(size)) for size in sizes]
 
     def _grow(self, size: int, category: str) -> None:
         self.now[category] += size
@@ -178,7 +182,7 @@ class StepCounter(TorchDispatchMode):
         """Count the change of a storage whose size was set."""
         known = self._live.get(storage._cdata)
         if known is not None:
-            before, known[0] = known[0], _allocated(storage)
+            before, known[0] = known[0], _allocated(storage.nbytes())
             old, known[2] = known[2], self._take(known[0])
             self._gone.append(old)
             self._grow(known[0] - before, known[1])
@@ -196,7 +200,7 @@ class StepCounter(TorchDispatchMode):
         for known in list(self._live.values()):  # Python may drop some of them meanwhile
             known[2] = self._take(known[0])
         for phase in self._libraries:
-            self._libraries[phase] = [self._take(size) for size in LIBRARIES[phase]]
+            self._take_for_libraries(phase)
 
     def counted(self) -> tuple[Count[Any], Count[Any]]:
         """Return a copy of the work and the messages so far."""
@@ -259,7 +263,8 @@ class StepCounter(TorchDispatchMode):
         if packet in _MATMULS:
             phase = "backward" if self.phase == "backward" else "forward"  # a thread that differentiates has its own
             if phase not in self._libraries:
-                self._libraries[phase] = [self._take(size) for size in LIBRARIES[phase]]
+                self._libraries.add(phase)
+                self._take_for_libraries(phase)
             one, other = (args[index] for index in _MATMULS[packet])
             batch = one.shape[0] if one.dim() == 3 else 1
             self.work[self.phase, "matmul", dtype, one.shape[-2], other.shape[-1], one.shape[-1], batch] += 1
@@ -338,9 +343,9 @@ def _allocators(limit: float) -> tuple[Allocator, Allocator]:
     return Allocator(is_expandable=False, limit=limit), Allocator(is_expandable=True)
 
 
-def _allocated(storage: torch.UntypedStorage) -> int:
-    """Return the bytes that the allocator takes for `storage`."""
-    return -(-storage.nbytes() // GRAIN) * GRAIN
+def _allocated(num_bytes: int) -> int:
+    """Return the bytes that the allocator takes for so many."""
+    return -(-num_bytes // GRAIN) * GRAIN
 
 
 def ranks_of(args: Iterable[Any]) -> tuple[int, ...]:
