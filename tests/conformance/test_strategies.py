@@ -59,7 +59,7 @@ class TestFSDPNoShard(StrategyConformance):
 class TestFSDPOffload(StrategyConformance):
     plugin = "fsdp_cpu_offload"
     world_sizes = (2,)
-    unplannable = "incompatible tensor type"
+    unplannable = "strategy.fsdp.cpu_offload is True"
 
 
 @pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")

@@ -161,6 +161,16 @@ def test_a_plan_without_messages_between_data_ranks_is_not_scaled(llama, capsys)
     assert result.weak_scaling == result.strong_scaling == []
 
 
+def test_a_device_without_a_link_to_other_nodes_is_not_scaled_over_nodes(llama):
+    (ranks,) = llama.classes
+    near = evolve(ranks, collectives=[evolve(each, within_node=True) for each in ranks.collectives])
+    alone = evolve(llama, classes=[near], world=evolve(llama.world, nodes=1))
+    result = simulate(alone, evolve(find(llama.device), inter=None))
+
+    assert [each.nodes for each in result.weak_scaling] == [1]
+    assert "one node alone" in " ".join(result.assumptions)
+
+
 def test_efficiency_falls_when_the_same_samples_are_spread(gpt_3):
     scales = simulate(gpt_3, find(gpt_3.device)).strong_scaling
     efficiencies = [each.efficiency for each in scales]

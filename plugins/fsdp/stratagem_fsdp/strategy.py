@@ -60,6 +60,10 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         collectives = super().connect(world, run)
         if run.device.type == "cpu" or self.cpu_offload:
             return_large_blocks()
+        if self.cpu_offload and run.environment.simulated:
+            raise ConfigError(
+                "strategy.fsdp.cpu_offload is True, and a plan counts one device's memory", do="plan without it"
+            )
         if self.cpu_offload and "cpu" not in backends_of(None):
             backend = self.process_group_backend or run.backend
             raise ConfigError(

@@ -57,7 +57,7 @@ def sections(explorer: Explorer, best: list[Planned]) -> Iterator[tuple[str, lis
 
 
 _CERTAINTY = (
-    "Memory was within 0.25 % of an H200's counter in 13 trainings, what the allocator reserves within 3 % in two.",
+    "Memory was within 0.25 % of an H200's counter in 13 trainings, what the allocator reserves within 0.7 % in 8.",
     "Times are expected (low to high). Where intervals overlap, or the host takes most of a step, measure both.",
     "Other precisions were planned for the fastest candidates of the first one, lower ones also for what did not fit.",
 )

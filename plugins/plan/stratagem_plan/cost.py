@@ -214,6 +214,8 @@ def assumptions(plan: Plan, device: Device) -> list[str]:
         for name in sorted(links)
         if (link := getattr(device, name)) and link.latency_s is None
     ]
+    if not device.inter:
+        found.append(f"one node alone: no source tells the link of {device.name} to other nodes")
     if "inter" in links:
         found.append(
             "ranks of one node send to other nodes over a link each; the upper bound counts one link for each node"

@@ -132,7 +132,7 @@ def _saves(mtbf_s: float, save_s: float, step_s: float) -> Saves:
 
 def _scaling(plan: Plan, device: Device, *, strong: bool) -> list[Scale]:
     """Return the numbers of nodes that are possible, and what each device does there, relative to the plan's."""
-    numbers = [plan.world.nodes * factor for factor in _FACTORS]
+    numbers = [plan.world.nodes * factor for factor in _FACTORS if device.inter or factor == 1]
     plans = [scaled(plan, int(nodes), strong=strong) for nodes in numbers if nodes >= 1 and nodes % 1 == 0]
     base = _inputs(plan) / predict(plan, device)[0].total / plan.world.world_size
     found = []
