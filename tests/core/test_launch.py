@@ -27,7 +27,7 @@ from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import Answer, ask
 from stratagem.distributed.process_variables import child_environment, local_places, process_variables
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem.distributed.reports import report
+from stratagem.distributed.reports import left, report
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.runtime.arrivals import Arrival, different_models, ranks_in_words
 from stratagem_launchers_local.children import Child, end
@@ -238,7 +238,7 @@ def child(rank, code, was_ended=False):
 def test_the_cause_is_the_first_error_that_does_not_follow_from_another(tmp_path):
     for rank, error in enumerate([RuntimeError("Connection reset by peer"), ConfigError("a is 1"), ValueError("late")]):
         report(error, rank, tmp_path)
-    cause = root_cause(tmp_path, [child(rank, 1) for rank in range(3)])
+    cause = root_cause(tmp_path, [child(rank, 1) for rank in range(3)], {})
 
     assert isinstance(cause, ConfigError)
     assert cause.__notes__[0].startswith("on rank 1:")
@@ -247,20 +247,28 @@ def test_the_cause_is_the_first_error_that_does_not_follow_from_another(tmp_path
 def test_a_process_that_we_ended_is_not_to_blame(tmp_path):
     children = [child(0, -signal.SIGTERM, was_ended=True), child(1, -signal.SIGKILL)]
 
-    assert "rank 1 was killed by SIGKILL" in str(root_cause(tmp_path, children))
+    assert "rank 1 was killed by SIGKILL" in str(root_cause(tmp_path, children, {}))
     report(ConnectionError("data host down"), 2, tmp_path)
-    assert "data host down" in str(root_cause(tmp_path, [children[0], child(2, 1)]))
+    assert "data host down" in str(root_cause(tmp_path, [children[0], child(2, 1)], {}))
 
 
 def test_nothing_to_blame(tmp_path):
-    assert root_cause(tmp_path, [child(0, 0), child(1, None)]) is None
+    left(tmp_path, 0).touch()
+
+    assert root_cause(tmp_path, [child(0, 0), child(1, None)], {}) is None
+
+
+def test_a_process_that_ends_with_0_before_its_program_does_is_to_blame(tmp_path):
+    cause = root_cause(tmp_path, [child(0, 0), child(1, None)], {})
+
+    assert str(cause).startswith("rank 0 exited with code 0 before its training was over")
 
 
 def test_the_first_report_of_a_process_stands(tmp_path):
     report(ValueError("first"), 0, tmp_path)
     report(ValueError("second"), 0, tmp_path)
 
-    assert "first" in str(root_cause(tmp_path, []))
+    assert "first" in str(root_cause(tmp_path, [], {}))
 
 
 def _report_beside_a_full_pipe(rank, size, folder):

@@ -77,6 +77,7 @@ def test_core_names_no_plugin_in_code():
         "progress",
         "checkpoint",
         "mpi",
+        "deepspeed",
     }  # also words for other things
     launchers = {"fork", "spawn", "subprocess"}  # also start methods of multiprocessing
     arguments = {

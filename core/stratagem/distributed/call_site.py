@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
+import traceback
 from typing import TYPE_CHECKING
 
 from stratagem.api.world import Collectives
+from stratagem.distributed.uncaught_errors import is_users
 
 if TYPE_CHECKING:
     from types import FrameType
 
-
-#: Packages whose frames are not the user's.
-_OURS = re.compile(r"(stratagem\w*|torch|pluggy|deepspeed|contextlib|functools|threading|multiprocessing)(\.|$)")
 
 #: Where the methods of `Collectives` are defined.
 _COLLECTIVES = ("stratagem.api.world", "stratagem.distributed.process_group")
@@ -21,6 +19,7 @@ _COLLECTIVES = ("stratagem.api.world", "stratagem.distributed.process_group")
 _TORCH_CALLS = {
     "torch._tensor": {"backward": "loss.backward()"},
     "torch.autograd": {"backward": "torch.autograd.backward()"},
+    "torch.utils.data.dataloader": {"__next__": "the wait for the loader's next batch"},
     "torch.nn.parallel.distributed": {"forward": "the forward pass of DistributedDataParallel"},
 }
 
@@ -30,11 +29,8 @@ def where(frame: FrameType | None) -> str:
 
     A function may describe it better than by its name, in a local variable `waiting_in`.
     """
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    line = next((each for each in frames if not _OURS.match(each.f_globals.get("__name__", ""))), None)
+    frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
+    line = next((each for each in frames if is_users(each.f_globals)), None)
     place = "" if line is None else f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno}"
     call = next(filter(None, map(_call, reversed(frames[: frames.index(line)] if line in frames else frames))), "")
     if not call:

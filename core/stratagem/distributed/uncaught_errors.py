@@ -22,7 +22,7 @@ from stratagem.errors import CheckpointError, ConfigError, PluginError
 #: The file in which the agent looks for the error of a process.
 _FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 #: Packages whose frames say nothing about where a user's program was.
-_NOT_THE_USERS = frozenset({"stratagem", "torch", "pluggy", *sys.stdlib_module_names} - {"__main__"})
+_NOT_THE_USERS = frozenset({"stratagem", "torch", "pluggy", "deepspeed", *sys.stdlib_module_names} - {"__main__"})
 #: Errors whose sentence tells all; a traceback of others is of use.
 _SENTENCES = (ConfigError, PluginError, CheckpointError)
 
@@ -54,9 +54,14 @@ def _told(error: BaseException) -> bool:
 def innermost_user_line(trace: TracebackType | None) -> str:
     """Return the innermost line of `trace` in the user's own code, as ``function (file:line)``; "" if there is none."""
     for frame, number in reversed(list(traceback.walk_tb(trace))):
-        if package_of(frame.f_globals) not in _NOT_THE_USERS:
+        if is_users(frame.f_globals):
             return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{number})"
     return ""
+
+
+def is_users(names: dict[str, Any]) -> bool:
+    """Whether a module with the global `names` is the user's."""
+    return package_of(names) not in _NOT_THE_USERS
 
 
 def package_of(names: dict[str, Any]) -> str:

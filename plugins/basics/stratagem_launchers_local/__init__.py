@@ -28,9 +28,10 @@ from stratagem.distributed.process_variables import (
     process_variables,
 )
 from stratagem.distributed.rendezvous import reserve_store
-from stratagem.distributed.reports import report
+from stratagem.distributed.reports import left, report
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError
+from stratagem_evidence import EVIDENCE_VARIABLE
 from stratagem_launchers_local.children import Child, end
 from stratagem_launchers_local.hydra_job import FULL_ERROR_VARIABLE, hydra_job, job_arguments
 from stratagem_launchers_local.relaunch import relaunch_command
@@ -75,6 +76,7 @@ class SubprocessLauncher(Launcher):
         def start() -> None:
             for place in others:
                 environment, words, cwd = child_environment(place, folder), command, None
+                environment[EVIDENCE_VARIABLE] = str(folder)
                 if job is not None:
                     environment[FULL_ERROR_VARIABLE] = "1"
                     words, cwd = [*command, *job_arguments(job, place.rank)], job.runtime.cwd
@@ -89,7 +91,7 @@ class SubprocessLauncher(Launcher):
             end([Child(rank, process.pid, process.poll) for rank, process in children])
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        os.environ.update(process_variables(first))
+        os.environ.update(process_variables(first), **{EVIDENCE_VARIABLE: str(folder)})
         return LocalWorkers(children, folder, store).run(main)
 
 
@@ -118,7 +120,7 @@ class _FunctionLauncher(Launcher):
             with ending_on_sigterm():
                 with _variable(_IMPORTING, str(folder)):
                     for place in local_places(world):
-                        variables = child_environment(place, folder)
+                        variables = child_environment(place, folder) | {EVIDENCE_VARIABLE: str(folder)}
                         process = context.Process(
                             target=_child, args=(main, variables, folder, place.rank, self.start_method)
                         )
@@ -268,6 +270,8 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it
         report(error, rank, folder)
         _flush_and_exit(1)
+    else:
+        left(folder, rank).touch()
     if start_method == "fork":  # which ends without closing files
         flush_files()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from stratagem import errors
+from stratagem.distributed.reports import left
 from stratagem.errors import LaunchError, StratagemError
+from stratagem_evidence import Testimony, ask_for_stacks, read_all, verdict
 
 if TYPE_CHECKING:
     from stratagem_launchers_local.children import Child
@@ -38,21 +39,39 @@ def reports_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="stratagem-"))
 
 
-def root_cause(folder: Path, children: Iterable[Child]) -> StratagemError | None:
-    """Return the root cause as an error, from the reports and the exit codes; None if no process failed."""
+def observed(folder: Path, children: Iterable[Child]) -> dict[int, Testimony]:
+    """Return what is known of all ranks, after one has failed and before the launcher ends those that still run."""
+    ask_for_stacks(folder, [(child.rank, child.pid) for child in children if child.poll() is None])
+    return read_all(folder)
+
+
+def root_cause(
+    folder: Path, children: Iterable[Child], evidence: dict[int, Testimony], echo: Iterable[int] = ()
+) -> StratagemError | None:
+    """Return the root cause as an error, from reports, exit codes and what was `observed`; None if no process failed.
+
+    Args:
+        echo: ranks, other than `children`, whose error was caused by another one.
+    """
     reports = sorted((read_report(path) for path in folder.glob("*.json")), key=lambda report: report.time)
-    known = {found.rank for found in reports}
-    silent = [c for c in children if c.poll() not in (None, 0) and not c.was_ended and c.rank not in known]
     roots = [found for found in reports if not found.is_echo]
-    if roots:
+    _complete(evidence, {*echo, *(found.rank for found in reports)}, folder, children)
+    differ = verdict(evidence, ("differ",)) if not roots or roots[0].parts else None
+    if roots and differ is None:
         return _as_error(roots[0])
-    if silent:
-        child = silent[0]
-        return LaunchError(
-            f"rank {child.rank} {_ending(child.poll())} and left no error report",
-            do="check its stderr, and the kernel log for an out-of-memory kill",
-        )
+    if found := differ or verdict(evidence):
+        return LaunchError(found.found, do=found.do)
     return _as_error(reports[0]) if reports else None
+
+
+def _complete(evidence: dict[int, Testimony], reported: set[int], folder: Path, children: Iterable[Child]) -> None:
+    """Add to the `evidence` how the processes ended, and which of them only followed another."""
+    for child in children:
+        known = evidence.setdefault(child.rank, Testimony(rank=child.rank, process=child.pid))
+        known.ending = None if child.was_ended else child.poll()
+        known.is_over = left(folder, child.rank).exists()
+    for rank in reported & evidence.keys():
+        evidence[rank].is_echo = True
 
 
 def read_report(path: Path) -> Report:
@@ -68,9 +87,3 @@ def _as_error(found: Report) -> StratagemError:
         error = LaunchError(f"rank {found.rank} failed with {found.type}: {found.message}", do="its traceback is below")
     error.add_note(note)
     return error
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"

@@ -24,14 +24,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.launched import libc, set_beside
 from stratagem.distributed.reports import left
 from stratagem.distributed.standard_streams import flush_files
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
-from stratagem_launchers_local.reports import read_report, root_cause
+from stratagem_launchers_local.reports import observed, read_report, root_cause
+
+if TYPE_CHECKING:
+    from stratagem_evidence import Testimony
 
 #: How long a process may take to notice that another died.
 NOTICE_S = 4.0
@@ -135,13 +138,14 @@ def wait_for(children: list[Child], folder: Path) -> None:
             return
         # Most of the time the others fail too, and their reports may hold the cause.
         wait_until(lambda: _root_is_known(folder) or all(c.poll() is not None for c in children), NOTICE_S)
+        evidence = observed(folder, children)
     finally:
         end(children)
     reports = [read_report(path) for path in folder.glob("*.json")]
     codes = {each.message if each.type == SystemExit.__name__ else "" for each in reports}
     if len(reports) == len(children) and len(codes) == 1 and (code := codes.pop()).isdecimal():
         raise SystemExit(int(code))  # all ranks called sys.exit with this code
-    cause = root_cause(folder, children)
+    cause = root_cause(folder, children, evidence)
     assert cause is not None, "a process failed"
     raise cause
 
@@ -218,8 +222,10 @@ class LocalWorkers:
         with contextlib.suppress(BaseException):  # Ctrl-C, or a handler that calls sys.exit: end them now
             _finish_saves(error)
         self.ending.set()
+        evidence = observed(self.folder, self.children)
         end(self.children)
-        return root_cause(self.folder, self.children) if echo or interrupted else None
+        cause = root_cause(self.folder, self.children, evidence, [int(os.environ["RANK"])] * echo)
+        return cause if echo or interrupted else None
 
     def _someone_failed(self) -> bool:
         return any(child.poll() not in (None, 0) for child in self.children)
@@ -232,13 +238,14 @@ class LocalWorkers:
         _interrupt_main_thread()
         if self.ending.wait(END_S):
             return
-        self._print_cause()
+        evidence = observed(self.folder, self.children)
         end(self.children)
+        self._print_cause(evidence)
         shutil.rmtree(self.folder, ignore_errors=True)
         _exit_now()
 
-    def _print_cause(self) -> None:
-        cause = root_cause(self.folder, self.children)
+    def _print_cause(self, evidence: dict[int, Testimony]) -> None:
+        cause = root_cause(self.folder, self.children, evidence)
         if cause is not None:
             traceback.print_exception(cause, chain=False)
 
@@ -266,7 +273,7 @@ class LocalWorkers:
             end(self.children)
         failed = self._someone_failed() and not already_ending
         if failed:
-            self._print_cause()
+            self._print_cause(observed(self.folder, self.children))
         shutil.rmtree(self.folder, ignore_errors=True)
         if failed:
             _exit_now()

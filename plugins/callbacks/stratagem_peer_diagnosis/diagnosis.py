@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.call_site import where
 from stratagem.errors import PeerError
+from stratagem_evidence import read_all, verdict
 from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, CAUSE_S, FailureReports
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from stratagem.api import RunContext
     from stratagem_peer_diagnosis.endpoints import Answer, Endpoints, Peer
 
@@ -25,19 +28,21 @@ _MILLISECONDS = re.compile(r"Timeout\(ms\)=(\d+)|(\d+) ?(?:ms|milliseconds)\b")
 _NAMED = 4
 
 
-def explain(error: BaseException, run: RunContext, endpoints: Endpoints | None) -> BaseException:
+def explain(error: BaseException, run: RunContext, endpoints: Endpoints | None, evidence: Path | None) -> BaseException:
     """Return the cause of `error` if another rank is that, else `error`. The others learn what this rank ended with."""
     reports = FailureReports(run.collectives)
     if is_echo(error):
         if endpoints is None or isinstance(error, PeerError):
             return reports.read(CAUSE_S) or error
-        return _look_around(error, run, endpoints, reports)
+        return _look_around(error, run, endpoints, reports, evidence)
     if isinstance(error, Exception):
         reports.write(f"rank {run.rank} failed with {type(error).__name__}: {str(error).rstrip('.')}")
     return error
 
 
-def _look_around(error: BaseException, run: RunContext, endpoints: Endpoints, reports: FailureReports) -> BaseException:
+def _look_around(
+    error: BaseException, run: RunContext, endpoints: Endpoints, reports: FailureReports, evidence: Path | None
+) -> BaseException:
     """Return what another rank or this one knows of the cause of `error`, or `error` if that is nothing."""
     mine = endpoints.failed_in = where_raised(error)
     peers, (answers, reports.is_open) = endpoints.peers, endpoints.probe()
@@ -55,7 +60,8 @@ def _look_around(error: BaseException, run: RunContext, endpoints: Endpoints, re
     absent = elsewhere if elsewhere and waited_s(error, run) else absent
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
-    found = finding(error, run, silent, gone, missing, mine, doing)
+    found = None if evidence is None else _by_evidence(error, run, evidence, answers, doing)
+    found = found or finding(error, run, silent, gone, missing, mine, doing)
     # A timeout is first-hand news. A closed connection may be the work of a rank that is about to say more.
     if known := reports.read(AT_ONCE_S if found is not None and waited_s(error, run) else CAUSE_S):
         return known
@@ -64,6 +70,23 @@ def _look_around(error: BaseException, run: RunContext, endpoints: Endpoints, re
     reports.write(found.found)
     found.__cause__ = error
     return found
+
+
+def _by_evidence(
+    error: BaseException, run: RunContext, evidence: Path, answers: Mapping[int, Answer], doing: Mapping[int, str]
+) -> PeerError | None:
+    """Return what the files of the ranks of this machine say; None if that is nothing.
+
+    A rank that waited until its patience ended is told which one hangs by that rank itself.
+    """
+    known = read_all(evidence)
+    for rank, testimony in known.items():
+        testimony.is_gone = answers.get(rank) == "gone"
+        testimony.place = doing.get(rank) or testimony.place
+    if run.rank in known:
+        known[run.rank].is_echo = True
+    found = verdict(known, ("differ", "stopped") if waited_s(error, run) else ("differ", "stopped", "missing"))
+    return None if found is None else PeerError(found.found, do=found.do)
 
 
 def _alive(answers: Mapping[int, Answer]) -> set[int]:

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from attrs import frozen
+from attrs import astuple, frozen
 
 from stratagem.distributed.call_site import where
 from stratagem.distributed.interfaces import address_towards
@@ -62,6 +62,8 @@ class Peer:
     address: str
     #: None: it could not open an endpoint.
     port: int | None
+    #: The folder that it opened for the evidence of its machine; "" if it did not.
+    evidence: str
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, {self.address})"
@@ -81,14 +83,14 @@ class Endpoints:
             threading.Thread(target=tell, daemon=True, name="stratagem-endpoint").start()
 
     @classmethod
-    def exchange(cls, world: World, collectives: Collectives) -> Endpoints:
-        """Open this rank's endpoint and learn where the others are. Collective."""
+    def exchange(cls, world: World, collectives: Collectives, evidence: str = "") -> Endpoints:
+        """Open this rank's endpoint; learn where the others and the folders for their `evidence` are. Collective."""
         endpoint, address = _listen(world)
         port = None if endpoint is None else endpoint.getsockname()[1]
-        mine = Peer(world.rank, socket.gethostname(), address, port)
-        everybody = collectives.all_gather_object((mine.rank, mine.host, address, port, secrets.token_bytes(_TOKEN)))
-        peers = [Peer(*each[:4]) for each in everybody]
-        return cls([peer for peer in peers if peer.rank != world.rank], endpoint, world, everybody[0][-1])
+        mine = Peer(world.rank, socket.gethostname(), address, port, evidence)
+        everybody = collectives.all_gather_object((astuple(mine), secrets.token_bytes(_TOKEN)))
+        peers = [Peer(*each) for each, _ in everybody]
+        return cls([peer for peer in peers if peer.rank != world.rank], endpoint, world, everybody[0][1])
 
     def probe(self, limit_s: float = PROBE_S) -> tuple[dict[int, Answer], bool]:
         """Return how the endpoints of the nearest ranks answer, and whether the store does. Not collective."""
@@ -127,6 +129,11 @@ class Endpoints:
         """Return what the main threads of `ranks` are doing, for those that tell. Not collective."""
         asked = [peer for peer in self.peers if peer.rank in ranks and peer.port is not None]
         return _ask_all(asked, self.token, time.monotonic() + limit_s)
+
+    def evidence_here(self) -> str:
+        """Return the folder for evidence that another rank of this machine opened; "" if none did."""
+        here = socket.gethostname()
+        return next((peer.evidence for peer in self.peers if peer.evidence and peer.host == here), "")
 
     def close(self) -> None:
         """Close the endpoint: for others this process is gone."""

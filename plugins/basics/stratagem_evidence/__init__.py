@@ -1,0 +1,28 @@
+"""What a process leaves behind for others to read after it has died: its last collectives, its phase, its stack.
+
+[Note: evidence]
+A process cannot tell what it did when it is killed. So each rank writes, while it trains, to files that outlive it:
+
+* ``RANK.ring``, a memory-mapped file: the last collectives that the process began, and what it is doing (`ring`);
+* ``RANK.sites``: the texts that the ring's numbers stand for, a line each;
+* ``RANK.stack``: the Python stack, which `faulthandler` writes at a fatal signal, or when it is asked to.
+
+The files lie in the launcher's folder for reports or, without a launcher, in a folder of the machine's first process.
+They are gone after a good end. `verdict` compares the files of all ranks.
+"""
+
+from stratagem_evidence.folder import EVIDENCE_VARIABLE, evidence_folder
+from stratagem_evidence.recorder import Recorder
+from stratagem_evidence.testimony import Testimony, ask_for_stacks, read_all
+from stratagem_evidence.verdict import Verdict, verdict
+
+__all__ = [
+    "EVIDENCE_VARIABLE",
+    "Recorder",
+    "Testimony",
+    "Verdict",
+    "ask_for_stacks",
+    "evidence_folder",
+    "read_all",
+    "verdict",
+]

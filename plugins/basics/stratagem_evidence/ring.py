@@ -1,0 +1,174 @@
+"""A memory-mapped file with the last collectives that a process began, and what it is doing."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+#: How many collectives a ring holds.
+LAST = 512
+
+_MAGIC = b"stratagem-ring-1"
+_HEADER = struct.Struct("<16sIId")  # magic, rank, process, when it began
+_PHASE = struct.Struct("<QQId")  # optimizer steps, batch, phase, since when
+_COUNT = struct.Struct("<Q")
+_RECORD = struct.Struct("<QdI")  # number within the group, when it began, site
+#: Why a process ends, as far as it knows.
+ENDS = ("told to end", "echo", "own error")
+_END_AT, _COUNT_AT, _PHASE_AT, _RECORDS_AT, _STRIDE = 40, 48, 64, 128, 32
+_SIZE = _RECORDS_AT + LAST * _STRIDE
+
+
+@frozen
+class Site:
+    """A collective at one place of the program, with one size of its tensor."""
+
+    op: str
+    #: Which group it is over: its ranks, and "#2" for the second group of these ranks and so on.
+    group: str
+    ranks: tuple[int, ...]
+    #: Elements that all ranks must agree on; None where they may differ.
+    size: int | None
+    dtype: str
+    #: The user's line, and the call of it.
+    place: str
+
+    def __str__(self) -> str:
+        what = f"{self.op}()" if self.size is None else f"{self.op}() of {self.size:,} elements of {self.dtype}"
+        return f"{what} ({self.place})" if self.place else what
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks."""
+        return self.op, self.size, self.dtype
+
+
+@frozen
+class Record:
+    """A collective that a process began."""
+
+    #: How many collectives over the same group the process began before.
+    number: int
+    began: float
+    site: Site
+
+
+@frozen
+class Phase:
+    """What a process is doing, as far as it said."""
+
+    step: int
+    batch: int
+    name: str
+    since: float
+
+
+class Ring:
+    """The writer: one for a process. A record takes about a microsecond."""
+
+    def __init__(self, folder: Path, rank: int, phases: tuple[str, ...]) -> None:
+        """Write ``RANK.ring`` and ``RANK.sites`` into `folder`, in place of those of an earlier run.
+
+        Raises:
+            OSError: there is no space for them.
+        """
+        self._sites_file = _replace(folder / f"{rank}.sites")
+        ring = _replace(folder / f"{rank}.ring")
+        try:
+            os.posix_fallocate(ring, 0, _SIZE)  # a hole on a full disk would end the process with SIGBUS
+            self._map = mmap.mmap(ring, _SIZE)
+        finally:
+            os.close(ring)
+        self._step = self._batch = 0
+        self._count, self._numbers, self._known = 0, dict[str, int](), dict[Any, tuple[str, int]]()
+        os.write(self._sites_file, f"{json.dumps(phases)}\n".encode())
+        _HEADER.pack_into(self._map, 0, _MAGIC, rank, os.getpid(), time.time())
+
+    def begin(self, key: Any) -> bool:
+        """Record a collective whose site is known by `key`; return False if it is not."""
+        site = self._known.get(key)
+        if site is None:
+            return False
+        group, index = site
+        number = self._numbers[group] = self._numbers.get(group, -1) + 1
+        place = _RECORDS_AT + self._count % LAST * _STRIDE
+        _RECORD.pack_into(self._map, place, number, time.time(), index)
+        self._count += 1
+        _COUNT.pack_into(self._map, _COUNT_AT, self._count)  # last: what it counts is complete
+        return True
+
+    def add_site(self, key: Any, site: Site) -> None:
+        """Make `site` known by `key`."""
+        self._known[key] = (site.group, len(self._known))
+        words = [site.op, site.group, site.ranks, site.size, site.dtype, site.place]
+        os.write(self._sites_file, f"{json.dumps(words)}\n".encode())
+
+    def enter(self, phase: int, step: int | None = None, batch: int = 0) -> None:
+        """Record that the process begins a phase, by its index in `phases`, of the same batch or of a new one."""
+        if step is not None:
+            self._step, self._batch = step, batch
+        _PHASE.pack_into(self._map, _PHASE_AT, self._step, self._batch, phase + 1, time.time())
+
+    def mark(self, end: str) -> None:
+        """Record why this process is about to end: one of `ENDS`."""
+        self._map[_END_AT] = ENDS.index(end) + 1
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._sites_file)
+
+
+def _replace(path: Path) -> int:
+    """Return the descriptor of an empty file at `path`; another process may still read the file that was there."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+@frozen
+class Content:
+    """What a ring holds."""
+
+    process: int
+    #: One of `ENDS`; "" if the process did not say that it ends.
+    end: str
+    phase: Phase | None
+    #: The oldest first.
+    records: list[Record]
+
+
+def read_ring(path: Path) -> Content | None:
+    """Return the content of a ring's file; None if `path` is another one.
+
+    The process may write meanwhile: the record that it would replace next is left out.
+    """
+    content = path.read_bytes()
+    if len(content) != _SIZE or not content.startswith(_MAGIC):
+        return None
+    phases, sites = _read_sites(path.with_suffix(".sites"))
+    process = _HEADER.unpack_from(content)[2]
+    step, batch, phase, since = _PHASE.unpack_from(content, _PHASE_AT)
+    (count,) = _COUNT.unpack_from(content, _COUNT_AT)
+    records = []
+    for index in range(max(0, count - LAST + 1), count):
+        number, began, site = _RECORD.unpack_from(content, _RECORDS_AT + index % LAST * _STRIDE)
+        if site < len(sites):
+            records.append(Record(number, began, sites[site]))
+    known = 0 < phase <= len(phases)
+    return Content(
+        process, ("", *ENDS)[content[_END_AT]], Phase(step, batch, phases[phase - 1], since) if known else None, records
+    )
+
+
+def _read_sites(path: Path) -> tuple[list[str], list[Site]]:
+    first, *others = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] or ["[]"]
+    parsed = [json.loads(line) for line in others]
+    return json.loads(first), [
+        Site(op, group, tuple(ranks), size, dtype, place) for op, group, ranks, size, dtype, place in parsed
+    ]

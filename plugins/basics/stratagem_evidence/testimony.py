@@ -1,0 +1,129 @@
+"""What is known about each rank of a run that failed: its files, how its process ended, and what others saw."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from attrs import define, field
+
+from stratagem.distributed.uncaught_errors import is_users
+from stratagem_evidence.recorder import ASK_FOR_STACK
+from stratagem_evidence.ring import Phase, Record, read_ring
+
+#: How long a process may take to write its stack.
+_STACK_S = 0.5
+
+
+@define(kw_only=True)
+class Testimony:
+    """What is known about one rank."""
+
+    rank: int
+    process: int
+    phase: Phase | None = None
+    #: The last collectives that it began, oldest first.
+    records: list[Record] = field(factory=list)
+    #: Where its program is or was, "file:line (function)"; "" if nobody knows.
+    place: str = ""
+    #: The exit code of its process, negative for a signal; None if it runs, or nobody knows.
+    ending: int | None = None
+    #: Its process is not there any more, however it ended.
+    is_gone: bool = False
+    #: Its program has come to its end.
+    is_over: bool = False
+    #: Its process is there, on this machine.
+    runs: bool = False
+    #: Its process is stopped, by SIGSTOP or by a debugger.
+    is_stopped: bool = False
+    #: It ended with an error that it reported: its own, which then is the cause, or one that another rank caused.
+    is_echo: bool = False
+    #: A signal has told it to end.
+    was_told_to_end: bool = False
+    #: It ended with an error of its own.
+    has_own_error: bool = False
+
+
+def read_all(folder: Path) -> dict[int, Testimony]:
+    """Return the testimony of each rank that has written into `folder`."""
+    found = {}
+    for path in folder.glob("*.ring"):
+        with contextlib.suppress(OSError, ValueError):  # a rank may just replace its files
+            if (content := read_ring(path)) is not None:
+                stacks = path.with_suffix(".stack")
+                stack = stacks.read_text() if stacks.exists() else ""
+                state = _state(content.process)
+                runs = state not in ("", "Z", "X")
+                found[int(path.stem)] = Testimony(
+                    rank=int(path.stem), process=content.process, phase=content.phase, records=content.records,
+                    place=_place(stack), ending=None if runs else _fatal(stack), runs=runs,
+                    is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
+                    is_echo=content.end == "echo", has_own_error=content.end == "own error",
+                )  # fmt: skip
+    return found
+
+
+def ask_for_stacks(folder: Path, processes: Iterable[tuple[int, int]]) -> None:
+    """Have each of `processes`, (rank, process), write its Python stack, if it can; wait for that a short while."""
+    waiting = []
+    for rank, process in processes:
+        path = folder / f"{rank}.stack"
+        if (
+            ASK_FOR_STACK is not None
+            and path.exists()
+            and not path.stat().st_size
+            and _state(process) not in ("T", "t")
+        ):
+            with contextlib.suppress(OSError):
+                os.kill(process, ASK_FOR_STACK)
+                waiting.append(path)
+    deadline = time.monotonic() + _STACK_S
+    while any(not path.stat().st_size for path in waiting) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _state(process: int) -> str:
+    """Return the state of a process of this machine, as /proc has it; "" if there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+_FATAL = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def _fatal(stack: str) -> int | None:
+    """Return the exit code of a process whose `stack` was written at a fatal signal; None if it was not."""
+    words = re.match(r"Fatal Python error: (.*)", stack)
+    return next((-number for number in _FATAL if words and words[1] == signal.strsignal(number)), None)
+
+
+def _place(stack: str) -> str:
+    """Return the user's line in what `faulthandler` wrote: of the thread that failed, or the main one."""
+    threads = re.split(r"^(?=(?:Current t|T)hread )", stack, flags=re.MULTILINE)
+    for thread in sorted(threads[:0:-1], key=lambda text: not text.startswith("Current")):
+        for frame in _FRAME.finditer(thread):
+            if _is_users_file(frame[1]):
+                return f"{os.path.basename(frame[1])}:{frame[2]} ({frame[3]})"
+    return ""
+
+
+def _is_users_file(name: str) -> bool:
+    """Whether a program's file belongs to the user, as far as its path tells."""
+    path, standard = Path(name), sysconfig.get_paths()["stdlib"]
+    if name.startswith("<") or (name.startswith(standard) and "-packages" not in name):
+        return False
+    package = path.stem
+    for parent in path.parents:
+        if not (parent / "__init__.py").is_file():
+            break
+        package = parent.name
+    return package in sys.stdlib_module_names or is_users({"__name__": package})

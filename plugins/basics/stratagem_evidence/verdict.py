@@ -1,0 +1,244 @@
+"""Which rank made a run fail, and how: from what all ranks left behind.
+
+[Note: verdict]
+The rank that ends first is often the victim: gloo aborts a process that gets a message of another size than it waits
+for. So what the ranks did decides, in this order:
+
+1. *Differ.* Ranks count the collectives of each group, so the first number at which ranks of a group began different
+   ones shows the mistake. More ranks are taken to be right than wrong; of two, both are named.
+2. *Stopped.* A process that is stopped answers nobody.
+3. *Missing.* A rank waits for those of its group that did not begin its last collective. Whom others wait for, and
+   waits for nobody, is at fault: it ended, or does something else. If all wait for each other it is a deadlock.
+4. *Ended.* A process ended by a signal, or with code 0 before its program was over. SIGABRT counts last: its library
+   may have aborted it because another rank was gone.
+
+A rank whose error is an echo is never at fault.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+
+from attrs import frozen
+
+from stratagem_evidence.ring import Record, Site
+from stratagem_evidence.testimony import Testimony
+
+#: A sentence names so many ranks; of more, it has the number.
+_NAMED = 4
+
+_SAME_CALLS = "make the same calls on all ranks"
+
+
+@frozen
+class Verdict:
+    """What made a run fail."""
+
+    #: "differ", "stopped", "missing", "deadlock" or "ended".
+    rule: str
+    #: Those at fault.
+    ranks: tuple[int, ...]
+    found: str
+    do: str
+
+
+def verdict(
+    known: Mapping[int, Testimony], rules: tuple[str, ...] = ("differ", "stopped", "missing", "ended")
+) -> Verdict | None:
+    """Return what made a run fail, from what is `known` of its ranks; None if that does not tell."""
+    for rule in rules:
+        if (found := _RULES[rule](known)) is not None:
+            return found
+    return None
+
+
+# --- 1. Differ ---------------------------------------------------------------------------------------------------
+
+
+def _differ(known: Mapping[int, Testimony]) -> Verdict | None:
+    begun = _by_group(known)
+    first: tuple[float, str, int] | None = None
+    for group, ranks in begun.items():
+        for number in _shared(ranks):
+            records = {rank: records[number] for rank, records in ranks.items() if number in records}
+            if len({record.site.signature for record in records.values()}) > 1:
+                began = min(record.began for record in records.values())
+                first = min(first or (began, group, number), (began, group, number))
+                break
+    return None if first is None else _difference(begun[first[1]], first[2])
+
+
+def _difference(ranks: Mapping[int, Mapping[int, Record]], number: int) -> Verdict:
+    sites = {rank: records[number].site for rank, records in ranks.items() if number in records}
+    others, odd = _sides(sites)
+    one, other = sites[odd[0]], sites[others[0]]
+    here, there = _names(odd), _names(others)
+    if _signature(ranks[others[0]], number + 1) == one.signature:
+        found = f"{here} did not call {other}, which {there} called"
+    elif _signature(ranks[odd[0]], number + 1) == other.signature:
+        found = f"{here} called {one}, which {there} did not call"
+    else:
+        found = f"{here} called {one} where {there} called {other}"
+    at_fault = (*odd, *others) if len(odd) == len(others) else odd
+    return Verdict("differ", tuple(sorted(at_fault)), found, f"{_SAME_CALLS}, with equal sizes and dtypes")
+
+
+def _sides(sites: Mapping[int, Site]) -> tuple[list[int], list[int]]:
+    """Return the ranks that are taken to be right, then those that differ from them alike."""
+    by: dict[object, list[int]] = {}
+    for rank, site in sorted(sites.items()):
+        by.setdefault(site.signature, []).append(rank)
+    right, *wrong = sorted(by.values(), key=lambda ranks: (-len(ranks), ranks))
+    return right, wrong[-1]
+
+
+def _signature(records: Mapping[int, Record], number: int) -> object:
+    return records[number].site.signature if number in records else None
+
+
+def _by_group(known: Mapping[int, Testimony]) -> dict[str, dict[int, dict[int, Record]]]:
+    """Return the collectives by group, rank and number; a rank that began none of a group has an empty mapping."""
+    groups: dict[str, dict[int, dict[int, Record]]] = {}
+    for testimony in known.values():
+        for record in testimony.records:
+            ranks = groups.setdefault(record.site.group, {rank: {} for rank in record.site.ranks if rank in known})
+            ranks[testimony.rank][record.number] = record
+    return groups
+
+
+def _shared(ranks: Mapping[int, Mapping[int, Record]]) -> Iterator[int]:
+    """Return the numbers to compare, ascending: those from which on each ring still has all."""
+    kept = [records for records in ranks.values() if records]
+    return iter(range(max(map(min, kept)), max(map(max, kept)) + 1))
+
+
+# --- 2. Stopped --------------------------------------------------------------------------------------------------
+
+
+def _stopped(known: Mapping[int, Testimony]) -> Verdict | None:
+    stopped = [each for each in known.values() if each.is_stopped]
+    if not stopped:
+        return None
+    found = "; ".join(f"rank {each.rank} is stopped (process {each.process}){_at(each)}" for each in stopped)
+    return Verdict(
+        "stopped", tuple(each.rank for each in stopped), found, "see what sent it SIGSTOP, or leave the debugger"
+    )
+
+
+# --- 3. Missing --------------------------------------------------------------------------------------------------
+
+
+def _missing(known: Mapping[int, Testimony]) -> Verdict | None:
+    begun, waits = _by_group(known), dict[int, tuple[Site, set[int]]]()
+    for testimony in known.values():
+        if testimony.records:
+            last = testimony.records[-1]
+            others = begun[last.site.group].items()
+            if absent := {rank for rank, records in others if max(records, default=-1) < last.number}:
+                waits[testimony.rank] = last.site, absent
+    awaited = {rank for _, absent in waits.values() for rank in absent}
+    free = sorted(awaited - waits.keys())
+    # A rank that another one's end broke off is at fault if all that ended otherwise were waiting for it.
+    first_hand = [rank for rank in free if not known[rank].is_echo]
+    if first_hand:
+        return _absence(known, first_hand, waits)
+    if free and not _ended_elsewhere(known, waits):
+        return _alone(sorted(waits), waits, free) if len(waits) < len(free) else _absence(known, free, waits)
+    cycle = sorted(awaited & waits.keys())
+    if not cycle or _ended_elsewhere(known, waits):
+        return None
+    found = "; ".join(f"rank {rank} waits for {_names(sorted(waits[rank][1]))} in {waits[rank][0]}" for rank in cycle)
+    return Verdict(
+        "deadlock", tuple(cycle), found, "call collectives of different groups in the same order on all ranks"
+    )
+
+
+def _alone(ranks: list[int], waits: Mapping[int, tuple[Site, set[int]]], others: list[int]) -> Verdict:
+    found = f"{_names(ranks)} called {waits[ranks[0]][0]}, which {_names(others)} did not call"
+    return Verdict("missing", tuple(ranks), found, _SAME_CALLS)
+
+
+def _ended_elsewhere(known: Mapping[int, Testimony], waits: Mapping[int, object]) -> bool:
+    """Whether a process ended, of itself, where it waited for nobody."""
+    return any((each.ending or each.is_gone) and not each.is_echo and each.rank not in waits for each in known.values())
+
+
+def _absence(
+    known: Mapping[int, Testimony], at_fault: list[int], waits: Mapping[int, tuple[Site, set[int]]]
+) -> Verdict:
+    waiting = sorted(rank for rank, (_, absent) in waits.items() if absent & set(at_fault))
+    site, them = waits[waiting[0]][0], _names(at_fault)
+    verb = "waits" if len(waiting) == 1 else "wait"
+    found = f"{them} did not call {site}, in which {_names(waiting)} {verb}"
+    states = "; ".join(_state(known[rank]) for rank in at_fault[:_NAMED])
+    return Verdict("missing", tuple(at_fault), f"{found}; {states}", _advice(known[at_fault[0]]))
+
+
+# --- 4. Ended ----------------------------------------------------------------------------------------------------
+
+
+def _ended(known: Mapping[int, Testimony]) -> Verdict | None:
+    ended = [each for each in known.values() if _ended_itself(each)]
+    ended.sort(key=lambda each: each.ending == -signal.SIGABRT)
+    if not ended:
+        return None
+    return Verdict("ended", (ended[0].rank,), _state(ended[0]), _advice(ended[0]))
+
+
+def _ended_itself(each: Testimony) -> bool:
+    too_early = each.ending == 0 and not each.is_over
+    return bool(each.ending or each.is_gone or too_early) and not each.is_echo
+
+
+# --- Words -------------------------------------------------------------------------------------------------------
+
+
+def _state(testimony: Testimony) -> str:
+    """Tell how the process ended, or what it does, where, and what it did before."""
+    code, rank = testimony.ending, testimony.rank
+    if testimony.is_gone and code is None:
+        return f"rank {rank} is gone{_at(testimony).replace(' in ', '; it was in ', 1)}"
+    if code is None or testimony.is_echo:
+        return f"rank {rank} {'was' if testimony.is_echo else 'is'}{_at(testimony)}"
+    if code < 0:
+        return f"rank {rank} was killed by {signal.Signals(-code).name}{_at(testimony)}"
+    if code == 0:
+        return f"rank {rank} exited with code 0 before its training was over{_at(testimony)}"
+    return f"rank {rank} exited with code {code} and left no error report{_at(testimony)}"
+
+
+def _at(testimony: Testimony) -> str:
+    """Tell the line or the phase, the batch, and the last collective if it belongs to that phase."""
+    phase, last = testimony.phase, testimony.records[-1] if testimony.records else None
+    words = f" in {testimony.place}" if testimony.place else f" in {phase.name}" if phase else ""
+    if phase is not None:
+        words += f" at step {phase.step}, batch {phase.batch}"
+    if last is not None and (phase is None or last.began > phase.since):
+        words += f", after {last.site}"
+    return words
+
+
+def _advice(testimony: Testimony) -> str:
+    code = testimony.ending
+    if code is None and testimony.is_gone:
+        return "see how its process ended: in the launcher's summary, or in the kernel log (out of memory?)"
+    if testimony.is_echo:
+        return _SAME_CALLS
+    if code is None:
+        return f"{_SAME_CALLS}; if one is only slow, raise the timeout"
+    if code == 0:
+        return "look for sys.exit, exit or os._exit in the script and what it imports"
+    if code == -signal.SIGKILL:
+        return "check the kernel log for an out-of-memory kill"
+    return "check its stderr"
+
+
+def _names(ranks: list[int]) -> str:
+    *others, last = (
+        [*map(str, ranks[:_NAMED]), f"{len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else map(str, ranks)
+    )
+    return f"rank {last}" if not others else f"ranks {', '.join(others)} and {last}"
+
+
+_RULES = {"differ": _differ, "stopped": _stopped, "missing": _missing, "ended": _ended}

@@ -1,0 +1,108 @@
+"""Say why a run failed when an agent ends this process because another one died.
+
+[Note: last words]
+torchrun, srun and mpirun end all processes as soon as one has ended, with SIGTERM, and tell how that one ended: often
+the victim. Nobody waits for what the others know. So a thread of each process gets SIGTERM first: the signal wakes it
+through a file descriptor while the main thread may be waiting for other ranks. It marks this process as one that was
+ended. The lowest rank of the machine that still runs then reads what all ranks of the machine have written, prints the
+verdict, and all end by the signal. A program or a plugin that handles SIGTERM itself is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from stratagem.distributed.launched import libc
+from stratagem.errors import PeerError
+from stratagem_evidence import read_all, verdict
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from stratagem_evidence import Recorder, Testimony
+
+#: How long the others have to mark themselves.
+_MARK_S = 0.3
+
+
+class LastWords:
+    """Listens for SIGTERM until it is closed."""
+
+    def __init__(self, recorder: Recorder, world_size: int) -> None:
+        self._recorder, self._world_size = recorder, world_size
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._earlier = signal.signal(signal.SIGTERM, self._wake)
+        self._earlier_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        libc()
+        threading.Thread(target=self._listen, daemon=True, name="stratagem-last-words").start()
+
+    @classmethod
+    def listen(cls, recorder: Recorder, world_size: int) -> LastWords | None:
+        """Listen from now on; return None where somebody else handles the signal, or outside of the main thread."""
+        in_main = threading.current_thread() is threading.main_thread()
+        return cls(recorder, world_size) if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
+
+    def close(self) -> None:
+        """Leave the signal to whoever had it before. Safe to call in any thread: only the main one can."""
+        if threading.current_thread() is threading.main_thread() and self._is_ours():
+            signal.set_wakeup_fd(self._earlier_descriptor)
+            signal.signal(signal.SIGTERM, self._earlier)
+            os.close(self._writer)
+
+    def _is_ours(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._wake
+
+    def _wake(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal where another library has taken the descriptor, or put this handler back too late."""
+        try:
+            os.write(self._writer, bytes([signal.SIGTERM]))
+        except OSError:
+            _forget()
+            os.kill(os.getpid(), number)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while (read := os.read(self._reader, 64)) and not (signal.SIGTERM in read and self._is_ours()):
+                pass
+            os.close(self._reader)
+            if read:
+                self._speak()
+
+    def _speak(self) -> None:
+        try:
+            self._recorder.mark("told to end")
+            time.sleep(_MARK_S)
+            known = read_all(self._recorder.folder)
+            for testimony in known.values():
+                testimony.is_gone = not testimony.runs
+            if self._recorder.rank == min(rank for rank, each in known.items() if each.runs or each.was_told_to_end):
+                _print(known)
+        finally:
+            libc().signal(signal.SIGTERM, signal.SIG_DFL)  # Python allows it in the main thread alone
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _forget() -> None:
+    """In a forked child, whose end is no news: the child would write into the pipe of its parent."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), LastWords):
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _print(known: dict[int, Testimony]) -> None:
+    """Print the verdict, unless all processes run, or one has printed its own error."""
+    if any(each.is_gone for each in known.values()) and not any(each.has_own_error for each in known.values()):
+        found = verdict(known)
+        if found is not None:
+            print(f"stratagem: {PeerError(found.found, do=found.do)}", file=sys.stderr, flush=True)

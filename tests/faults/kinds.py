@@ -1,0 +1,68 @@
+"""What a diagnosis has to say of each kind of fault."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from attrs import frozen
+
+#: By kind: the words of its cause. The first half were known when the rules were written, the second half were not.
+KNOWN = {
+    "skip": r"did not call all_reduce|where|called", "size": r"3 elements.*7,000 elements", "order": r"broadcast.*where.*all_reduce",
+    "product_skip": r"all_gather", "product_shape": r"all_gather", "killed": r"SIGKILL", "rank_0_killed": r"SIGKILL",
+    "exit_0": r"code 0", "error": r"KeyError", "error_in_worker": r"corrupt sample", "stuck": r"is in|did not call",
+    "stuck_save": r"is in|did not call", "nan": r"nan|finite", "no_memory": r"memory", "slow_loader": r"loader's next batch",
+    "stopped": r"stopped", "segmentation_fault": r"SIGSEGV", "skipped_backward": r"gradient|backward",
+}  # fmt: skip
+SET_ASIDE = {
+    "dtype": r"float64.*float32", "extra": r"barrier", "gather_sizes": r"9 elements.*5 elements", "exit_3": r"code 3",
+    "sys_exit_0": r"code 0", "error_in_dataset": r"corrupt sample", "killed_worker": r"worker", "stuck_in_c": r"is in|did not call",
+    "busy": r"is in|did not call", "aborted": r"SIGABRT", "bus_error": r"SIGBUS", "error_in_hook": r"KeyError",
+    "stuck_in_hook": r"is in|did not call", "error_in_validation": r"KeyError", "stuck_validation": r"is in|did not call",
+    "collective_in_validation": r"all_reduce", "error_in_save": r"KeyError", "half_of_a_group": r"did not call all_reduce|where",
+    "deadlock_of_groups": r"waits for", "object_skip": r"did not call|where", "one_logs": r"extra", "one_saves": r"save_checkpoint",
+    "other_model": r"65|shape|parameters", "error_in_thread": r"SIGSEGV", "interrupted": r"interrupt",
+}  # fmt: skip
+#: Faults without a line: of these the phase is the place.
+PHASES = {
+    "killed": "training_step", "rank_0_killed": "training_step", "exit_0": "training_step", "exit_3": "training_step",
+    "stopped": "training_step", "sys_exit_0": "training_step", "bus_error": "training_step", "nan": "step 3",
+    "slow_loader": "loader's next batch", "killed_worker": "", "skipped_backward": "", "other_model": "", "interrupted": "",
+    "one_logs": "",
+}  # fmt: skip
+#: Faults of which two ranks are as much the cause.
+BOTH = ("deadlock_of_groups",)
+
+
+@frozen
+class Judgement:
+    """Whether the output of a run names the rank, the cause and the place."""
+
+    rank: bool
+    cause: bool
+    place: bool
+
+
+def judge(kind: str, text: str, world_size: int) -> Judgement:
+    """Return what the last sentence of the output `text` has right."""
+    sentence = sentence_of(text)
+    bad = 0 if kind == "rank_0_killed" else 1
+    blamed = re.search(r"\branks? ((?:\d+(?:, | and )?)+)", sentence)
+    ranks = {int(each) for each in re.findall(r"\d+", blamed[1])} if blamed else set()
+    rank = bad in ranks if kind in BOTH or world_size == 2 else ranks == {bad}
+    # "rank 0 has heard nothing from rank 1": the second one is blamed.
+    rank = rank or bool(re.search(rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b", sentence))
+    words = (KNOWN | SET_ASIDE)[kind]
+    lines = [number for number, line in enumerate(_LAB.read_text().splitlines(), 1) if re.search(rf"# {kind}\b", line)]
+    place = any(f"lab.py:{number}" in text for number in lines) if kind not in PHASES else PHASES[kind] in sentence
+    return Judgement(rank, re.search(words, sentence, re.IGNORECASE) is not None, place)
+
+
+def sentence_of(text: str) -> str:
+    """Return the diagnosis in the output `text`: the last line that names a rank, or the last line."""
+    lines = [line for line in text.splitlines() if re.search(r"Error: |Interrupt|stratagem: ", line)]
+    return lines[-1] if lines else ""
+
+
+_LAB = Path(__file__).with_name("lab.py")
