@@ -27,7 +27,7 @@ SET_ASIDE = {
 #: Faults without a line: of these the phase is the place.
 PHASES = {
     "killed": "training_step", "rank_0_killed": "training_step", "exit_0": "training_step", "exit_3": "training_step",
-    "stopped": "training_step", "sys_exit_0": "training_step", "bus_error": "training_step", "nan": "step 3",
+    "stopped": "training_step", "sys_exit_0": "training_step", "nan": "step 3",
     "slow_loader": "loader's next batch", "killed_worker": "", "skipped_backward": "", "other_model": "", "interrupted": "",
     "one_logs": "",
 }  # fmt: skip
@@ -52,10 +52,16 @@ def judge(kind: str, text: str, world_size: int) -> Judgement:
     ranks = {int(each) for each in re.findall(r"\d+", blamed[1])} if blamed else set()
     rank = bad in ranks if kind in BOTH or world_size == 2 else ranks == {bad}
     # "rank 0 has heard nothing from rank 1": the second one is blamed.
+    # A rank's own error has the rank in its note, with the traceback.
+    rank = rank or f"on rank {bad}:" in text
     rank = rank or bool(re.search(rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b", sentence))
     words = (KNOWN | SET_ASIDE)[kind]
     lines = [number for number, line in enumerate(_LAB.read_text().splitlines(), 1) if re.search(rf"# {kind}\b", line)]
-    place = any(f"lab.py:{number}" in text for number in lines) if kind not in PHASES else PHASES[kind] in sentence
+    place = (
+        any(re.search(rf"lab.py(:|\", line ){number}\b", text) for number in lines)
+        if kind not in PHASES
+        else PHASES[kind] in sentence
+    )
     return Judgement(rank, re.search(words, sentence, re.IGNORECASE) is not None, place)
 
 

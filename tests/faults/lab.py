@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ def is_bad() -> bool:
 def stuck() -> None:
     lock = threading.Lock()
     lock.acquire()
-    lock.acquire()
+    lock.acquire()  # stuck # stuck_in_hook # stuck_validation
 
 
 class Samples(Dataset):
@@ -67,14 +68,20 @@ class Samples(Dataset):
 class Model(sg.Module):
     def __init__(self) -> None:
         super().__init__()
-        width = 65 if kind == "other_model" and int(os.environ.get("RANK", "0")) == BAD else 64
-        self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 1))
+        self.net = None
         self.groups = None
+
+    def configure_model(self):
+        if self.net is not None:
+            return
+        width = 65 if kind == "other_model" and is_bad() else 64
+        self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 1))
 
     def on_fit_start(self):
         if kind in ("half_of_a_group", "deadlock_of_groups"):
             everybody = list(range(world_size))
-            self.groups = dist.new_group(everybody), dist.new_group(everybody)
+            limit = timedelta(seconds=timeout_s)  # torch has 30 minutes
+            self.groups = dist.new_group(everybody, timeout=limit), dist.new_group(everybody, timeout=limit)
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 3:
@@ -141,7 +148,7 @@ class Model(sg.Module):
         if kind == "interrupted":
             raise KeyboardInterrupt
         if kind == "stuck":
-            stuck()  # stuck
+            stuck()
         if kind == "stuck_in_c":
             ctypes.CDLL(None).sleep(1000)  # stuck_in_c
         if kind == "busy":
@@ -154,7 +161,7 @@ class Model(sg.Module):
         if kind == "aborted":
             ctypes.CDLL(None).abort()  # aborted
         if kind == "bus_error":
-            os.kill(os.getpid(), signal.SIGBUS)
+            os.kill(os.getpid(), signal.SIGBUS)  # bus_error
         if kind == "no_memory":
             pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (pages + (200 << 20),) * 2)
@@ -165,7 +172,7 @@ class Model(sg.Module):
 
     def on_before_zero_grad(self, *_):
         if kind == "stuck_in_hook" and self.trainer.global_step == 3 and is_bad():
-            stuck()  # stuck_in_hook
+            stuck()
         if kind == "error_in_hook" and self.trainer.global_step == 3 and is_bad():
             raise KeyError("a mistake on this rank")  # error_in_hook
 
@@ -174,7 +181,7 @@ class Model(sg.Module):
             if kind == "error_in_validation":
                 raise KeyError("a mistake on this rank")  # error_in_validation
             if kind == "stuck_validation":
-                stuck()  # stuck_validation
+                stuck()
             if kind == "collective_in_validation":
                 dist.all_reduce(torch.ones(7))  # collective_in_validation
 

@@ -11,18 +11,23 @@ The files lie in the launcher's folder for reports or, without a launcher, in a 
 They are gone after a good end. `verdict` compares the files of all ranks.
 """
 
-from stratagem_evidence.folder import EVIDENCE_VARIABLE, evidence_folder
+from stratagem_evidence.folder import EVIDENCE_VARIABLE, delete_evidence, evidence_folder
+from stratagem_evidence.kept import clear, keep, read_kept
+from stratagem_evidence.rank_evidence import RankEvidence, ask_for_stacks, read_all
 from stratagem_evidence.recorder import Recorder
-from stratagem_evidence.testimony import Testimony, ask_for_stacks, read_all
-from stratagem_evidence.verdict import Verdict, verdict
+from stratagem_evidence.rules import Verdict, verdict
 
 __all__ = [
     "EVIDENCE_VARIABLE",
+    "RankEvidence",
     "Recorder",
-    "Testimony",
     "Verdict",
     "ask_for_stacks",
+    "clear",
+    "delete_evidence",
     "evidence_folder",
+    "keep",
     "read_all",
+    "read_kept",
     "verdict",
-]
+]  # fmt: skip

@@ -22,9 +22,10 @@ def evidence_folder(is_first: bool) -> str:
 
 
 def delete_evidence(folder: Path, rank: int) -> None:
-    """Delete the files of `rank`, and the folder if it is empty then and no launcher's."""
+    """Delete the files of `rank`, and the folder once it is empty. A launcher clears its folder when all have ended."""
+    if str(folder) == os.environ.get(EVIDENCE_VARIABLE):
+        return
     for kind in ("ring", "sites", "stack"):
         (folder / f"{rank}.{kind}").unlink(missing_ok=True)
-    if str(folder) != os.environ.get(EVIDENCE_VARIABLE):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+    with contextlib.suppress(OSError):
+        folder.rmdir()

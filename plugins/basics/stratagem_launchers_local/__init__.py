@@ -8,7 +8,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import types
@@ -31,7 +30,7 @@ from stratagem.distributed.rendezvous import reserve_store
 from stratagem.distributed.reports import left, report
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError
-from stratagem_evidence import EVIDENCE_VARIABLE
+from stratagem_evidence import EVIDENCE_VARIABLE, clear
 from stratagem_launchers_local.children import Child, end
 from stratagem_launchers_local.hydra_job import FULL_ERROR_VARIABLE, hydra_job, job_arguments
 from stratagem_launchers_local.relaunch import relaunch_command
@@ -89,7 +88,7 @@ class SubprocessLauncher(Launcher):
         except BaseException:
             store.close()
             end([Child(rank, process.pid, process.poll) for rank, process in children])
-            shutil.rmtree(folder, ignore_errors=True)
+            clear(folder)
             raise
         os.environ.update(process_variables(first), **{EVIDENCE_VARIABLE: str(folder)})
         return LocalWorkers(children, folder, store).run(main)
@@ -133,7 +132,7 @@ class _FunctionLauncher(Launcher):
         finally:
             end(children)  # also if a process could not be started
             store.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            clear(folder)
 
     def _prepare(self, run: RunContext) -> None:
         """Raise an error if processes cannot be started in this way; before a fork, do once what each would have to."""

@@ -13,7 +13,7 @@ from attrs import frozen
 from stratagem import errors
 from stratagem.distributed.reports import left
 from stratagem.errors import LaunchError, StratagemError
-from stratagem_evidence import Testimony, ask_for_stacks, read_all, verdict
+from stratagem_evidence import RankEvidence, ask_for_stacks, keep, read_all, verdict
 
 if TYPE_CHECKING:
     from stratagem_launchers_local.children import Child
@@ -39,14 +39,14 @@ def reports_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="stratagem-"))
 
 
-def observed(folder: Path, children: Iterable[Child]) -> dict[int, Testimony]:
+def observed(folder: Path, children: Iterable[Child]) -> dict[int, RankEvidence]:
     """Return what is known of all ranks, after one has failed and before the launcher ends those that still run."""
     ask_for_stacks(folder, [(child.rank, child.pid) for child in children if child.poll() is None])
     return read_all(folder)
 
 
 def root_cause(
-    folder: Path, children: Iterable[Child], evidence: dict[int, Testimony], echo: Iterable[int] = ()
+    folder: Path, children: Iterable[Child], evidence: dict[int, RankEvidence], echo: Iterable[int] = ()
 ) -> StratagemError | None:
     """Return the root cause as an error, from reports, exit codes and what was `observed`; None if no process failed.
 
@@ -59,15 +59,17 @@ def root_cause(
     differ = verdict(evidence, ("differ",)) if not roots or roots[0].parts else None
     if roots and differ is None:
         return _as_error(roots[0])
-    if found := differ or verdict(evidence):
-        return LaunchError(found.found, do=found.do)
-    return _as_error(reports[0]) if reports else None
+    found = differ or verdict(evidence)
+    cause = LaunchError(found.found, do=found.do) if found else _as_error(reports[0]) if reports else None
+    if cause is not None:
+        keep(folder, evidence, cause)
+    return cause
 
 
-def _complete(evidence: dict[int, Testimony], reported: set[int], folder: Path, children: Iterable[Child]) -> None:
+def _complete(evidence: dict[int, RankEvidence], reported: set[int], folder: Path, children: Iterable[Child]) -> None:
     """Add to the `evidence` how the processes ended, and which of them only followed another."""
     for child in children:
-        known = evidence.setdefault(child.rank, Testimony(rank=child.rank, process=child.pid))
+        known = evidence.setdefault(child.rank, RankEvidence(rank=child.rank, process=child.pid))
         known.ending = None if child.was_ended else child.poll()
         known.is_over = left(folder, child.rank).exists()
     for rank in reported & evidence.keys():

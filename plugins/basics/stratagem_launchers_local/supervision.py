@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,11 +29,12 @@ from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.launched import libc, set_beside
 from stratagem.distributed.reports import left
 from stratagem.distributed.standard_streams import flush_files
+from stratagem_evidence import clear
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
 from stratagem_launchers_local.reports import observed, read_report, root_cause
 
 if TYPE_CHECKING:
-    from stratagem_evidence import Testimony
+    from stratagem_evidence import RankEvidence
 
 #: How long a process may take to notice that another died.
 NOTICE_S = 4.0
@@ -241,10 +241,10 @@ class LocalWorkers:
         evidence = observed(self.folder, self.children)
         end(self.children)
         self._print_cause(evidence)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        clear(self.folder)
         _exit_now()
 
-    def _print_cause(self, evidence: dict[int, Testimony]) -> None:
+    def _print_cause(self, evidence: dict[int, RankEvidence]) -> None:
         cause = root_cause(self.folder, self.children, evidence)
         if cause is not None:
             traceback.print_exception(cause, chain=False)
@@ -274,7 +274,7 @@ class LocalWorkers:
         failed = self._someone_failed() and not already_ending
         if failed:
             self._print_cause(observed(self.folder, self.children))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        clear(self.folder)
         if failed:
             _exit_now()
 

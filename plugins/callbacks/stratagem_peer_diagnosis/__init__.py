@@ -107,9 +107,9 @@ class PeerDiagnosis(Callback):
     def explain_error(self, error: BaseException, run: RunContext) -> BaseException:
         from stratagem.api.peer_errors import is_echo
 
-        self._failed = True
+        self._failed = is_echo(error)
         if self.recorder is not None:
-            self.recorder.mark("echo" if is_echo(error) else "own error")
+            self.recorder.mark("echo" if self._failed else "own error")
         if self.watchdog is not None:
             self.watchdog.failed = True
         if run.world_size == 1:

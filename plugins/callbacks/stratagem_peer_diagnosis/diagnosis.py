@@ -80,9 +80,9 @@ def _by_evidence(
     A rank that waited until its patience ended is told which one hangs by that rank itself.
     """
     known = read_all(evidence)
-    for rank, testimony in known.items():
-        testimony.is_gone = answers.get(rank) == "gone"
-        testimony.place = doing.get(rank) or testimony.place
+    for rank, told in known.items():
+        told.is_gone = answers.get(rank) == "gone"
+        told.place = doing.get(rank) or told.place
     if run.rank in known:
         known[run.rank].is_echo = True
     found = verdict(known, ("differ", "stopped") if waited_s(error, run) else ("differ", "stopped", "missing"))

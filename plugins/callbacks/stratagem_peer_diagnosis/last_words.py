@@ -10,7 +10,6 @@ verdict, and all end by the signal. A program or a plugin that handles SIGTERM i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -19,13 +18,12 @@ import time
 from typing import TYPE_CHECKING
 
 from stratagem.distributed.launched import libc
-from stratagem.errors import PeerError
-from stratagem_evidence import read_all, verdict
+from stratagem_evidence import delete_evidence, read_kept
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from stratagem_evidence import Recorder, Testimony
+    from stratagem_evidence import Recorder
 
 #: How long the others have to mark themselves.
 _MARK_S = 0.3
@@ -38,6 +36,7 @@ class LastWords:
         self._recorder, self._world_size = recorder, world_size
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
+        self._is_closed = False
         self._earlier = signal.signal(signal.SIGTERM, self._wake)
         self._earlier_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         libc()
@@ -51,9 +50,11 @@ class LastWords:
 
     def close(self) -> None:
         """Leave the signal to whoever had it before. Safe to call in any thread: only the main one can."""
-        if threading.current_thread() is threading.main_thread() and self._is_ours():
+        if self._is_ours() and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._earlier_descriptor)
             signal.signal(signal.SIGTERM, self._earlier)
+        if not self._is_closed:
+            self._is_closed = True
             os.close(self._writer)
 
     def _is_ours(self) -> bool:
@@ -61,36 +62,36 @@ class LastWords:
 
     def _wake(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal where another library has taken the descriptor, or put this handler back too late."""
-        try:
-            os.write(self._writer, bytes([signal.SIGTERM]))
-        except OSError:
+        if self._is_closed:
             _forget()
             os.kill(os.getpid(), number)
+        else:
+            os.write(self._writer, bytes([signal.SIGTERM]))
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while (read := os.read(self._reader, 64)) and not (signal.SIGTERM in read and self._is_ours()):
-                pass
-            os.close(self._reader)
-            if read:
-                self._speak()
+        while (read := os.read(self._reader, 64)) and not (signal.SIGTERM in read and self._is_ours()):
+            pass
+        if read:
+            self._speak()
+        os.close(self._reader)
 
     def _speak(self) -> None:
         try:
             self._recorder.mark("told to end")
             time.sleep(_MARK_S)
-            known = read_all(self._recorder.folder)
-            for testimony in known.values():
-                testimony.is_gone = not testimony.runs
-            if self._recorder.rank == min(rank for rank, each in known.items() if each.runs or each.was_told_to_end):
-                _print(known)
+            sentence, known = read_kept(self._recorder.folder)
+            if not sentence or any(each.has_own_error for each in known.values()):
+                delete_evidence(self._recorder.folder, self._recorder.rank)  # all run, or one has printed its error
+            elif self._recorder.rank == min(rank for rank, each in known.items() if each.runs or each.was_told_to_end):
+                more = f"`stratagem postmortem {self._recorder.folder}` shows what each rank did last"
+                print(f"stratagem: {sentence}\n{more}", file=sys.stderr, flush=True)
         finally:
             libc().signal(signal.SIGTERM, signal.SIG_DFL)  # Python allows it in the main thread alone
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _forget() -> None:
-    """In a forked child, whose end is no news: the child would write into the pipe of its parent."""
+    """In a forked child, whose end concerns nobody: the child would write into the pipe of its parent."""
     if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), LastWords):
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -98,11 +99,3 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
-
-
-def _print(known: dict[int, Testimony]) -> None:
-    """Print the verdict, unless all processes run, or one has printed its own error."""
-    if any(each.is_gone for each in known.values()) and not any(each.has_own_error for each in known.values()):
-        found = verdict(known)
-        if found is not None:
-            print(f"stratagem: {PeerError(found.found, do=found.do)}", file=sys.stderr, flush=True)

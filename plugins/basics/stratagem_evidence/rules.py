@@ -22,12 +22,13 @@ from collections.abc import Iterator, Mapping
 
 from attrs import frozen
 
+from stratagem_evidence.rank_evidence import RankEvidence
 from stratagem_evidence.ring import Record, Site
-from stratagem_evidence.testimony import Testimony
 
 #: A sentence names so many ranks; of more, it has the number.
 _NAMED = 4
 
+_EXITS = {0: "exited with code 0 before its training was over", 130: "was interrupted"}
 _SAME_CALLS = "make the same calls on all ranks"
 
 
@@ -44,7 +45,7 @@ class Verdict:
 
 
 def verdict(
-    known: Mapping[int, Testimony], rules: tuple[str, ...] = ("differ", "stopped", "missing", "ended")
+    known: Mapping[int, RankEvidence], rules: tuple[str, ...] = ("differ", "stopped", "missing", "ended")
 ) -> Verdict | None:
     """Return what made a run fail, from what is `known` of its ranks; None if that does not tell."""
     for rule in rules:
@@ -56,7 +57,7 @@ def verdict(
 # --- 1. Differ ---------------------------------------------------------------------------------------------------
 
 
-def _differ(known: Mapping[int, Testimony]) -> Verdict | None:
+def _differ(known: Mapping[int, RankEvidence]) -> Verdict | None:
     begun = _by_group(known)
     first: tuple[float, str, int] | None = None
     for group, ranks in begun.items():
@@ -97,13 +98,13 @@ def _signature(records: Mapping[int, Record], number: int) -> object:
     return records[number].site.signature if number in records else None
 
 
-def _by_group(known: Mapping[int, Testimony]) -> dict[str, dict[int, dict[int, Record]]]:
+def _by_group(known: Mapping[int, RankEvidence]) -> dict[str, dict[int, dict[int, Record]]]:
     """Return the collectives by group, rank and number; a rank that began none of a group has an empty mapping."""
     groups: dict[str, dict[int, dict[int, Record]]] = {}
-    for testimony in known.values():
-        for record in testimony.records:
+    for told in known.values():
+        for record in told.records:
             ranks = groups.setdefault(record.site.group, {rank: {} for rank in record.site.ranks if rank in known})
-            ranks[testimony.rank][record.number] = record
+            ranks[told.rank][record.number] = record
     return groups
 
 
@@ -116,7 +117,7 @@ def _shared(ranks: Mapping[int, Mapping[int, Record]]) -> Iterator[int]:
 # --- 2. Stopped --------------------------------------------------------------------------------------------------
 
 
-def _stopped(known: Mapping[int, Testimony]) -> Verdict | None:
+def _stopped(known: Mapping[int, RankEvidence]) -> Verdict | None:
     stopped = [each for each in known.values() if each.is_stopped]
     if not stopped:
         return None
@@ -129,14 +130,14 @@ def _stopped(known: Mapping[int, Testimony]) -> Verdict | None:
 # --- 3. Missing --------------------------------------------------------------------------------------------------
 
 
-def _missing(known: Mapping[int, Testimony]) -> Verdict | None:
+def _missing(known: Mapping[int, RankEvidence]) -> Verdict | None:
     begun, waits = _by_group(known), dict[int, tuple[Site, set[int]]]()
-    for testimony in known.values():
-        if testimony.records:
-            last = testimony.records[-1]
+    for told in known.values():
+        if told.records:
+            last = told.records[-1]
             others = begun[last.site.group].items()
             if absent := {rank for rank, records in others if max(records, default=-1) < last.number}:
-                waits[testimony.rank] = last.site, absent
+                waits[told.rank] = last.site, absent
     awaited = {rank for _, absent in waits.values() for rank in absent}
     free = sorted(awaited - waits.keys())
     # A rank that another one's end broke off is at fault if all that ended otherwise were waiting for it.
@@ -159,13 +160,13 @@ def _alone(ranks: list[int], waits: Mapping[int, tuple[Site, set[int]]], others:
     return Verdict("missing", tuple(ranks), found, _SAME_CALLS)
 
 
-def _ended_elsewhere(known: Mapping[int, Testimony], waits: Mapping[int, object]) -> bool:
+def _ended_elsewhere(known: Mapping[int, RankEvidence], waits: Mapping[int, object]) -> bool:
     """Whether a process ended, of itself, where it waited for nobody."""
     return any((each.ending or each.is_gone) and not each.is_echo and each.rank not in waits for each in known.values())
 
 
 def _absence(
-    known: Mapping[int, Testimony], at_fault: list[int], waits: Mapping[int, tuple[Site, set[int]]]
+    known: Mapping[int, RankEvidence], at_fault: list[int], waits: Mapping[int, tuple[Site, set[int]]]
 ) -> Verdict:
     waiting = sorted(rank for rank, (_, absent) in waits.items() if absent & set(at_fault))
     site, them = waits[waiting[0]][0], _names(at_fault)
@@ -178,7 +179,7 @@ def _absence(
 # --- 4. Ended ----------------------------------------------------------------------------------------------------
 
 
-def _ended(known: Mapping[int, Testimony]) -> Verdict | None:
+def _ended(known: Mapping[int, RankEvidence]) -> Verdict | None:
     ended = [each for each in known.values() if _ended_itself(each)]
     ended.sort(key=lambda each: each.ending == -signal.SIGABRT)
     if not ended:
@@ -186,7 +187,7 @@ def _ended(known: Mapping[int, Testimony]) -> Verdict | None:
     return Verdict("ended", (ended[0].rank,), _state(ended[0]), _advice(ended[0]))
 
 
-def _ended_itself(each: Testimony) -> bool:
+def _ended_itself(each: RankEvidence) -> bool:
     too_early = each.ending == 0 and not each.is_over
     return bool(each.ending or each.is_gone or too_early) and not each.is_echo
 
@@ -194,24 +195,22 @@ def _ended_itself(each: Testimony) -> bool:
 # --- Words -------------------------------------------------------------------------------------------------------
 
 
-def _state(testimony: Testimony) -> str:
+def _state(told: RankEvidence) -> str:
     """Tell how the process ended, or what it does, where, and what it did before."""
-    code, rank = testimony.ending, testimony.rank
-    if testimony.is_gone and code is None:
-        return f"rank {rank} is gone{_at(testimony).replace(' in ', '; it was in ', 1)}"
-    if code is None or testimony.is_echo:
-        return f"rank {rank} {'was' if testimony.is_echo else 'is'}{_at(testimony)}"
+    code, rank = told.ending, told.rank
+    if told.is_gone and code is None:
+        return f"rank {rank} is gone{_at(told).replace(' in ', '; it was in ', 1)}"
+    if code is None or told.is_echo:
+        return f"rank {rank} {'was' if told.is_echo else 'is'}{_at(told)}"
     if code < 0:
-        return f"rank {rank} was killed by {signal.Signals(-code).name}{_at(testimony)}"
-    if code == 0:
-        return f"rank {rank} exited with code 0 before its training was over{_at(testimony)}"
-    return f"rank {rank} exited with code {code} and left no error report{_at(testimony)}"
+        return f"rank {rank} was killed by {signal.Signals(-code).name}{_at(told)}"
+    return f"rank {rank} {_EXITS.get(code, f'exited with code {code} and left no error report')}{_at(told)}"
 
 
-def _at(testimony: Testimony) -> str:
+def _at(told: RankEvidence) -> str:
     """Tell the line or the phase, the batch, and the last collective if it belongs to that phase."""
-    phase, last = testimony.phase, testimony.records[-1] if testimony.records else None
-    words = f" in {testimony.place}" if testimony.place else f" in {phase.name}" if phase else ""
+    phase, last = told.phase, told.records[-1] if told.records else None
+    words = f" in {told.place}" if told.place else f" in {phase.name}" if phase else ""
     if phase is not None:
         words += f" at step {phase.step}, batch {phase.batch}"
     if last is not None and (phase is None or last.began > phase.since):
@@ -219,11 +218,11 @@ def _at(testimony: Testimony) -> str:
     return words
 
 
-def _advice(testimony: Testimony) -> str:
-    code = testimony.ending
-    if code is None and testimony.is_gone:
+def _advice(told: RankEvidence) -> str:
+    code = told.ending
+    if code is None and told.is_gone:
         return "see how its process ended: in the launcher's summary, or in the kernel log (out of memory?)"
-    if testimony.is_echo:
+    if told.is_echo:
         return _SAME_CALLS
     if code is None:
         return f"{_SAME_CALLS}; if one is only slow, raise the timeout"

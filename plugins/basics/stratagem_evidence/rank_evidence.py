@@ -23,7 +23,7 @@ _STACK_S = 0.5
 
 
 @define(kw_only=True)
-class Testimony:
+class RankEvidence:
     """What is known about one rank."""
 
     rank: int
@@ -51,8 +51,8 @@ class Testimony:
     has_own_error: bool = False
 
 
-def read_all(folder: Path) -> dict[int, Testimony]:
-    """Return the testimony of each rank that has written into `folder`."""
+def read_all(folder: Path) -> dict[int, RankEvidence]:
+    """Return what is known of each rank that has written into `folder`."""
     found = {}
     for path in folder.glob("*.ring"):
         with contextlib.suppress(OSError, ValueError):  # a rank may just replace its files
@@ -61,7 +61,7 @@ def read_all(folder: Path) -> dict[int, Testimony]:
                 stack = stacks.read_text() if stacks.exists() else ""
                 state = _state(content.process)
                 runs = state not in ("", "Z", "X")
-                found[int(path.stem)] = Testimony(
+                found[int(path.stem)] = RankEvidence(
                     rank=int(path.stem), process=content.process, phase=content.phase, records=content.records,
                     place=_place(stack), ending=None if runs else _fatal(stack), runs=runs,
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",

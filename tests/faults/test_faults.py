@@ -1,0 +1,78 @@
+"""Runs that die or hang say which rank, why and where: real processes, with and without our launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import kinds
+
+LAB = Path(__file__).with_name("lab.py")
+#: Of a collective. It also limits the start, which takes long on a busy machine.
+TIMEOUT_S = 15
+STRATEGIES = ("ddp", "fsdp", "ddp_sharded", "parallel", "deepspeed_stage_2")
+EVERY = [*kinds.KNOWN, *kinds.SET_ASIDE]
+#: What a part of the strategies refuses, or does not notice, by design.
+NOT_FOR = {
+    "other_model": ("fsdp", "parallel", "deepspeed_stage_2", "ddp_sharded"),  # refused before training
+}
+
+
+def run(kind, strategy, world_size, launcher, folder):
+    words = [sys.executable, str(LAB), kind, strategy, str(world_size), launcher, str(TIMEOUT_S)]
+    if launcher == "torchrun":
+        words[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def check(kind, strategy, world_size, launcher, folder):
+    code, text = run(kind, strategy, world_size, launcher, folder)
+
+    assert code != 0, text
+    assert kinds.judge(kind, text, world_size) == kinds.Judgement(rank=True, cause=True, place=True), text
+
+
+@pytest.mark.parametrize("kind", ["skip", "exit_0"])
+def test_the_rank_the_cause_and_the_place_are_named(kind, tmp_path):
+    check(kind, "ddp", 3, "fork", tmp_path)
+
+
+def test_torchrun_ends_the_others_and_one_of_them_says_why(tmp_path):
+    check("size", "ddp", 2, "torchrun", tmp_path)
+    (folder,) = tmp_path.glob("stratagem-*")
+    shown = subprocess.run(
+        [sys.executable, "-m", "stratagem", "postmortem", str(folder)], capture_output=True, text=True, check=False
+    )
+
+    assert shown.returncode == 0, shown.stderr
+    assert "all_reduce() of 3 elements of float32" in shown.stdout.splitlines()[0]
+
+
+@pytest.mark.sweep(guard="tests/faults/test_faults.py::test_the_rank_the_cause_and_the_place_are_named")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", EVERY)
+def test_each_kind_under_each_strategy(kind, strategy, tmp_path):
+    if strategy in NOT_FOR.get(kind, ()):
+        pytest.skip("the strategy refuses it before training")
+    check(kind, strategy, 2 if strategy != "ddp" else 3, "fork", tmp_path)
+
+
+@pytest.mark.sweep(guard="tests/faults/test_faults.py::test_torchrun_ends_the_others_and_one_of_them_says_why")
+@pytest.mark.parametrize("kind", EVERY)
+def test_each_kind_under_torchrun(kind, tmp_path):
+    check(kind, "ddp", 3, "torchrun", tmp_path)
+
+
+def test_a_run_that_ends_well_leaves_no_file(tmp_path):
+    for launcher in ("fork", "torchrun"):
+        code, text = run("none", "ddp", 2, launcher, tmp_path)
+
+        assert code == 0, text
+        assert "trained to the end" in text
+        assert list(tmp_path.glob("stratagem-*")) == []
