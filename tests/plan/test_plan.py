@@ -315,6 +315,7 @@ SCRIPTS = {
     "pinned memory, workers": script_of(loader=", pin_memory=True, num_workers=1"),
     "checkpoints of its own": script_of(then="train(callbacks=[{'name': 'model_checkpoint', 'dirpath': 'kept'}])"),
     "accumulation, clipping": script_of(then="train(accumulate_grad_batches=4, gradient_clip_val=1.0)"),
+    "a fit of one step before": script_of(then="sg.Trainer(max_steps=1).fit(M(), loader)\ntrain()"),
     "what ends it is caught": script_of(then="try: train()\nexcept BaseException: pass"),
 }
 
