@@ -320,6 +320,17 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_plan_of_a_scaled_loss_steps(tmp_path, devices):
+    script = script_of(then="train(precision='16-mixed', gradient_clip_val=1.0)")
+    code, tree, said = plan(tmp_path, "--devices", devices, script=write(tmp_path, script))
+    assert code == 0, said
+
+    # Beside the gradients ranks send whether any has overflowed.
+    sent = [each["payload"] for each in tree["classes"][0]["collectives"]]
+    assert sorted(sent) == ([4, 4 * (4 * 8 + 8 + 8 + 1)] if devices == 2 else [])
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_of_many_kinds_are_planned(tmp_path, name):
     code, tree, said = plan(tmp_path, "--devices", 2, script=write(tmp_path, SCRIPTS[name]))
