@@ -316,6 +316,9 @@ SCRIPTS = {
     "checkpoints of its own": script_of(then="train(callbacks=[{'name': 'model_checkpoint', 'dirpath': 'kept'}])"),
     "accumulation, clipping": script_of(then="train(accumulate_grad_batches=4, gradient_clip_val=1.0)"),
     "a fit of one step before": script_of(then="sg.Trainer(max_steps=1).fit(M(), loader)\ntrain()"),
+    "rates that grow with depth": script_of(
+        "nn.Linear(4, 8), *(nn.Dropout(each.item()) for each in torch.linspace(0, 0.1, 3)), nn.Linear(8, 1)"
+    ),
     "what ends it is caught": script_of(then="try: train()\nexcept BaseException: pass"),
 }
 
