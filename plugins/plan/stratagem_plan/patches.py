@@ -95,7 +95,7 @@ def formatting_fakes() -> contextlib.AbstractContextManager[None]:
 
     def formatted(tensor: torch.Tensor, spec: str) -> str:
         asks = isinstance(tensor, FakeTensor) and spec and not tensor.dim()
-        return format(tensor.item(), spec) if asks else str(original(tensor, spec))
+        return format(tensor.item(), spec) if asks else str(original(tensor, spec))  # type: ignore[no-untyped-call]  # torch's
 
     return replaced(torch.Tensor, "__format__", formatted)
 
