@@ -19,7 +19,7 @@ class M(sg.Module):
         self.layer = nn.Linear(4, 1)
     def training_step(self, batch):
         count = int((batch > 0).sum())
-        rows = self.layer(batch.new_zeros(count, 4))
+        rows = self.layer(batch.new_zeros(count, 4)); print(f"{rows.mean():.3f} of {rows}")
         return rows.mean() if batch.any() and float(rows.sum()) > 0.5 else self.layer(batch).mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -37,6 +37,7 @@ def rows_of(tree):
 def test_a_step_that_asks_for_values_is_planned_with_those_that_are_assumed(tmp_path):
     script = write(tmp_path, STEP)
     count, branch = ("--assume", "train.py:9=12"), ("--assume", f"{tmp_path.name}/train.py:11=0.25")
+    count += ("--assume", "train.py:10=2")
     code, _, said = plan(tmp_path, *count, script=script)
     assert code == 3
     assert "train.py:11 (return rows.mean()" in said
@@ -45,13 +46,14 @@ def test_a_step_that_asks_for_values_is_planned_with_those_that_are_assumed(tmp_
     code, tree, said = plan(tmp_path, *count, *branch, script=script)
     assert code == 0, said
     assert rows_of(tree) == [1, 12]
-    assert tree["assumptions"][-3:] == [
-        f"{script}:9 is taken to be 12", f"{script}:11 is taken to be True", f"{script}:11 is taken to be 0.25",
+    assert tree["assumptions"][-4:] == [
+        f"{script}:9 is taken to be 12", f"{script}:10 is taken to be 2.0", f"{script}:11 is taken to be True", f"{script}:11 is taken to be 0.25",
     ]  # fmt: skip
 
 
 def test_an_assumption_that_nothing_asks_for_is_an_error(tmp_path):
-    words = ("--assume", "train.py:9=12", "--assume", "train.py:11=1", "--assume", "train.py:8=5")
+    lines = ("9=12", "10=2", "11=1", "8=5")
+    words = (word for line in lines for word in ("--assume", f"train.py:{line}"))
     code, tree, said = plan(tmp_path, *words, script=write(tmp_path, STEP))
 
     assert (code, tree) == (1, None)

@@ -128,6 +128,21 @@ def test_what_cannot_be_planned_is_an_error(called, name, words):
     assert all(word in errors[name] for word in words), errors[name]
 
 
+def test_a_script_that_plans_cannot_be_planned(called):
+    """The call would fork a process in which autograd has run."""
+    folder, _, _ = called
+    (folder / "nested.py").write_text(
+        "from train import Words, loader, trainer\ntrainer('ddp').plan(Words(), loader, devices=2)\n"
+    )
+    words = ["--devices", "2", "nested.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "stratagem", "plan", *words], cwd=folder, check=False, capture_output=True, text=True
+    )
+
+    assert done.returncode == 3
+    assert "the script that is planned calls `plan` itself" in done.stderr
+
+
 def test_without_the_package_the_error_names_it(monkeypatch):
     installed = [each for each in registry.distributions() if each.name != "stratagem-plan"]
     monkeypatch.setattr(registry, "distributions", lambda: installed)

@@ -130,3 +130,18 @@ def test_this_machine_becomes_a_device_that_a_step_can_be_predicted_for(tmp_path
 def test_what_cannot_be_measured_is_refused_at_once(words, said, capsys):
     assert main(["plan", *words]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "advise", "simulate"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--json", "nowhere/out.json"], "the folder 'nowhere' does not exist"),
+        (["--html", "."], "--html is '.', which is a folder; expected a file"),
+        (["--svg", __file__], f"--svg is '{__file__}', which is a file; expected a folder"),
+    ],
+    ids=["json", "html", "svg"],
+)
+def test_outputs_that_cannot_be_written_are_refused_before_anything_is_read(command, words, said, capsys):
+    assert main([command, *words, "none"]) == 1
+    assert said in capsys.readouterr().err

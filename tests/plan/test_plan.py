@@ -315,8 +315,23 @@ SCRIPTS = {
     "pinned memory, workers": script_of(loader=", pin_memory=True, num_workers=1"),
     "checkpoints of its own": script_of(then="train(callbacks=[{'name': 'model_checkpoint', 'dirpath': 'kept'}])"),
     "accumulation, clipping": script_of(then="train(accumulate_grad_batches=4, gradient_clip_val=1.0)"),
+    "a fit of one step before": script_of(then="sg.Trainer(max_steps=1).fit(M(), loader)\ntrain()"),
+    "rates that grow with depth": script_of(
+        "nn.Linear(4, 8), *(nn.Dropout(each.item()) for each in torch.linspace(0, 0.1, 3)), nn.Linear(8, 1)"
+    ),
     "what ends it is caught": script_of(then="try: train()\nexcept BaseException: pass"),
 }
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_plan_of_a_scaled_loss_steps(tmp_path, devices):
+    script = script_of(then="train(precision='16-mixed', gradient_clip_val=1.0)")
+    code, tree, said = plan(tmp_path, "--devices", devices, script=write(tmp_path, script))
+    assert code == 0, said
+
+    # Beside the gradients ranks send whether any has overflowed.
+    sent = [each["payload"] for each in tree["classes"][0]["collectives"]]
+    assert sorted(sent) == ([4, 4 * (4 * 8 + 8 + 8 + 1)] if devices == 2 else [])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -10,7 +10,9 @@ import torch
 from attrs import fields
 
 from stratagem.api.options import changes
+from stratagem.errors import ConfigError
 from stratagem_plan.assumptions import check
+from stratagem_plan.backend import NAME
 from stratagem_plan.devices import check_counts, find
 from stratagem_plan.script import PlannedScript
 from stratagem_plan.variants import Variant, plan_ranks
@@ -31,8 +33,14 @@ def plan_call(
         assume: values of tensors by the place that asks for them, such as ``{"train.py:30": 12}``.
 
     Raises:
-        ConfigError: the device is unknown, the run refuses the plan's world, or it cannot be planned.
+        ConfigError: the device is unknown, the run refuses the plan's world, it cannot be planned, or this process
+            is a plan itself.
     """
+    if hasattr(torch, NAME):
+        raise ConfigError(
+            "the script that is planned calls `plan` itself", expected="a script that trains",
+            do="plan it without that call",
+        )  # fmt: skip
     check_counts("", devices=devices, nodes=nodes)
     limit = find(device, None if device_file is None else Path(device_file)).memory_bytes
     check(assume or {})

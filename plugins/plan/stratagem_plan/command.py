@@ -106,21 +106,15 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def check_cluster(arguments: argparse.Namespace) -> None:
-    """Refuse a cluster of no devices, a script that does not exist, and files in folders that do not exist."""
+    """Refuse a cluster of no devices, a script that does not exist, and outputs that cannot be written."""
     check_counts("--", devices=arguments.devices, nodes=arguments.nodes)
-    for name in ("json", "html", "measure"):
-        path = getattr(arguments, name, None)
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(
-                f"--{name} is '{path}', and the folder '{path.parent}' does not exist", do="make it first"
-            )
+    page.check(arguments)
     measures = getattr(arguments, "measure", None) is not None
     if measures == (arguments.script is not None):
         found = "--measure and a script were given" if measures else "no script was given"
         raise ConfigError(found, expected="stratagem plan [options] SCRIPT, or stratagem plan --measure FILE")
     if measures:
         return
-    page.wanted(arguments)
     if not arguments.script.is_file():
         raise ConfigError(f"the script {str(arguments.script)!r} does not exist", do="check the path")
 

@@ -12,7 +12,6 @@ from attrs import evolve
 
 from stratagem.api import Collectives, World
 from stratagem.api.world import KeyValueStore, ReduceOp
-from stratagem.distributed.default_group import leave_group
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem_plan.backend import NAME
 
@@ -32,8 +31,6 @@ class PlannedCollectives(TorchCollectives):
         devices = dist.Backend.backend_capability["fake"]
         if NAME not in devices:
             devices.append(NAME)
-        if dist.is_initialized():
-            leave_group()
         dist.init_process_group(
             f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=world.rank, world_size=world.world_size, timeout=timeout
         )

@@ -136,7 +136,10 @@ class Building(TorchFunctionMode):
                 return torch.empty_like(values, device=planned_device())
         if func in _FACTORIES and _in_constructor():
             with self.fake:
-                return func(*args, **kwargs | {"device": planned_device()})
+                made = func(*args, **kwargs | {"device": planned_device()})
+            if func is torch.linspace and made.numel() > 1:  # such as rates of dropout by layer
+                made.constant = func(*args, **kwargs | {"device": "cpu"})  # torch answers `item` of its parts with it
+            return made
         if func is torch.chunk and self.counter.phase == "wrap" and args[0].device.type == NAME:
             return chunks(*args, **kwargs)
         return func(*args, **kwargs)

@@ -11,6 +11,7 @@ from xml.etree.ElementTree import Element
 
 from attrs import asdict
 
+from stratagem.errors import ConfigError
 from stratagem_plan import pictures
 from stratagem_plan.charts import STYLE, file_text, png_bytes, renderer, si, tag
 from stratagem_plan.cost import Interval, predict
@@ -58,14 +59,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write each picture as a PNG file")
 
 
-def wanted(arguments: argparse.Namespace) -> bool:
-    """Whether `arguments` ask for a page or pictures.
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse files and folders that cannot be written, before what they are for is computed.
 
     Raises:
-        ConfigError: they ask for PNG files, and what draws them is not installed.
+        ConfigError: names the option; or PNG files are asked for, and what draws them is not installed.
     """
+    for name, path in vars(arguments).items():
+        if name in ("json", "html", "measure") and path is not None:
+            if not path.parent.is_dir():
+                found = f"--{name} is '{path}', and the folder '{path.parent}' does not exist"
+                raise ConfigError(found, do="make it first")
+            if path.is_dir():
+                raise ConfigError(f"--{name} is '{path}', which is a folder", expected="a file")
+        if name in ("svg", "png") and path is not None and path.exists() and not path.is_dir():
+            raise ConfigError(f"--{name} is '{path}', which is a file", expected="a folder")
     if arguments.png:
         renderer()
+
+
+def wanted(arguments: argparse.Namespace) -> bool:
+    """Whether `arguments` ask for a page or pictures."""
     return bool(arguments.html or arguments.svg or arguments.png)
 
 

@@ -89,6 +89,17 @@ def subclassing_fakes() -> contextlib.AbstractContextManager[None]:
     return replaced(torch.Tensor, "as_subclass", as_subclass)
 
 
+def formatting_fakes() -> contextlib.AbstractContextManager[None]:
+    """Within, a format such as ``f"{loss:.3f}"`` asks for the value of a fake tensor, as it does of a real one."""
+    original = torch.Tensor.__format__
+
+    def formatted(tensor: torch.Tensor, spec: str) -> str:
+        asks = isinstance(tensor, FakeTensor) and spec and not tensor.dim()
+        return format(tensor.item(), spec) if asks else str(original(tensor, spec))  # type: ignore[no-untyped-call]  # torch's
+
+    return replaced(torch.Tensor, "__format__", formatted)
+
+
 @contextlib.contextmanager
 def quiet_shapes(counter: StepCounter) -> Iterator[None]:
     """Within, tensors with which DTensor finds out the shapes of results are not counted."""

@@ -73,6 +73,10 @@ class PlannedAccelerator(Accelerator):
     def device(self, index: int) -> torch.device:
         return planned_device()
 
+    def activate(self, device: torch.device) -> None:
+        if dist.is_initialized():
+            leave_group()  # of an earlier fit: its store is a fake one, in which ranks cannot meet
+
 
 class _OnDevice(TorchDispatchMode):
     """Makes tensors on the planned device fake ones; those of the CPU stay real, so that decisions have values."""

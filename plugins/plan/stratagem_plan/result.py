@@ -168,8 +168,8 @@ def _mesh(axes: dict[str, int]) -> str:
 def _memory(each: dict[str, Any], limit: float | None) -> Iterator[str]:
     yield f"  {'bytes':<14}{'at the peak':>18}{'at the end':>18}"
     for name in (*CATEGORIES, "libraries"):
-        yield f"  {name:<14}{each['at_peak'][name]:>18,}{each['end'][name]:>18,}"
-    yield f"  {'all':<14}{each['peak']:>18,}{sum(each['end'].values()):>18,}"
+        yield f"  {name:<14}{each['at_peak'][name]:>18,} {each['end'][name]:>17,}"
+    yield f"  {'all':<14}{each['peak']:>18,} {sum(each['end'].values()):>17,}"
     yield f"  {'reserved':<14}{each['reserved']:>18,}; {each['reserved_expandable']:,} with {EXPANDABLE}"
     where = f"in {each['peak_phase']}" + (f" of {each['peak_module']}" if each["peak_module"] else "")
     if limit is not None:
@@ -183,7 +183,7 @@ def _traffic(ranks: RankClass) -> Iterator[str]:
     if sums:
         yield f"  {'sent':<11}{'':<16}{'axis':<10}{'ranks':>6}  {'link':<8}{'calls':>7}{'bytes':>18}"
     for (phase, op, axis, link, size), (calls, payload) in sums.items():
-        yield f"  {phase:<11}{op:<16}{axis:<10}{size:>6}  {link:<8}{calls:>7,.0f}{payload:>18,.0f}"
+        yield f"  {phase:<11}{op:<16}{axis:<10}{size:>6}  {link:<8}{calls:>7,.0f} {payload:>17,.0f}"
 
 
 def verdict(tree: dict[str, Any], limit: float) -> list[str]:

@@ -20,7 +20,7 @@ from stratagem.api.world import World
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan import operators
 from stratagem_plan.assumptions import Assumptions, answers_scalar
-from stratagem_plan.patches import converting_fakes, counting_resizes, subclassing_fakes
+from stratagem_plan.patches import converting_fakes, counting_resizes, formatting_fakes, subclassing_fakes
 from stratagem_plan.places import is_of_a_library, is_ours
 from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner
 
@@ -80,6 +80,7 @@ class PlannedScript:
                 self._changed(world, planner),
                 converting_fakes(),
                 subclassing_fakes(),
+                formatting_fakes(),
                 counting_resizes(planner.counter),
                 operators.Building(planner.fake, planner.counter),
                 contextlib.closing(planner),

@@ -37,6 +37,7 @@ class Simulate(Command):
         page.add_options(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
+        page.check(arguments)
         plan = read_plan(arguments.plan)
         device = find(arguments.device or plan.device, arguments.device_file)
         mtbf_s = arguments.mtbf and _seconds(arguments.mtbf)
