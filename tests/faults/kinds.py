@@ -46,29 +46,30 @@ class Judgement:
 
 def judge(kind: str, text: str, world_size: int) -> Judgement:
     """Return what the last sentence of the output `text` has right."""
-    sentence = sentence_of(text)
-    bad = 0 if kind == "rank_0_killed" else 1
+    sentence, bad = sentence_of(text), 0 if kind == "rank_0_killed" else 1
     blamed = re.search(r"\branks? ((?:\d+(?:, | and )?)+)", sentence)
     ranks = {int(each) for each in re.findall(r"\d+", blamed[1])} if blamed else set()
     rank = bad in ranks if kind in BOTH or world_size == 2 else ranks == {bad}
-    # "rank 0 has heard nothing from rank 1": the second one is blamed.
-    # A rank's own error has the rank in its note, with the traceback.
-    rank = rank or f"on rank {bad}:" in text
-    rank = rank or bool(re.search(rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b", sentence))
-    words = (KNOWN | SET_ASIDE)[kind]
+    for words in (
+        rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b",  # the second one is blamed
+        rf"on rank {bad}:",  # the note of a rank's own error
+        rf"(?s)Root Cause .*  rank      : {bad} .*Error",  # what torchrun says of it
+    ):
+        rank = rank or re.search(words, text) is not None
     lines = [number for number, line in enumerate(_LAB.read_text().splitlines(), 1) if re.search(rf"# {kind}\b", line)]
-    place = (
-        any(re.search(rf"lab.py(:|\", line ){number}\b", text) for number in lines)
-        if kind not in PHASES
-        else PHASES[kind] in sentence
-    )
-    return Judgement(rank, re.search(words, sentence, re.IGNORECASE) is not None, place)
+    place = any(re.search(rf"lab.py(:|\", line ){number}\b", text) for number in lines)
+    if kind in PHASES:
+        place = PHASES[kind] in sentence
+    cause = re.search((KNOWN | SET_ASIDE)[kind], sentence, re.IGNORECASE)
+    return Judgement(rank, cause is not None, place)
 
 
 def sentence_of(text: str) -> str:
-    """Return the diagnosis in the output `text`: the last line that names a rank, or the last line."""
-    lines = [line for line in text.splitlines() if re.search(r"Error: |Interrupt|stratagem: ", line)]
-    return lines[-1] if lines else ""
+    """Return the diagnosis in the output `text`: what a rank said as it was ended, or the last error."""
+    lines = text.splitlines()
+    said = [line for line in lines if line.startswith("stratagem: rank")]
+    errors = [line for line in lines if re.search(r"(Error|Interrupt)\b.*: .", line) and "ChildFailedError" not in line]
+    return (said or errors or [""])[-1]
 
 
 _LAB = Path(__file__).with_name("lab.py")
