@@ -16,13 +16,13 @@ KNOWN = {
     "stopped": r"stopped", "segmentation_fault": r"SIGSEGV", "skipped_backward": r"gradient|backward",
 }  # fmt: skip
 SET_ASIDE = {
-    "dtype": r"float64.*float32", "extra": r"barrier", "gather_sizes": r"9 elements.*5 elements", "exit_3": r"code 3",
-    "sys_exit_0": r"code 0", "error_in_dataset": r"corrupt sample", "killed_worker": r"worker", "stuck_in_c": r"is in|did not call",
+    "dtype": r"float64.*float32", "extra": r"barrier", "gather_sizes": r"9 elements.*5 elements", "exit_3": r"code 3|is gone",
+    "sys_exit_0": r"code 0|sys.exit", "error_in_dataset": r"corrupt sample", "killed_worker": r"worker", "stuck_in_c": r"is in|did not call",
     "busy": r"is in|did not call", "aborted": r"SIGABRT", "bus_error": r"SIGBUS", "error_in_hook": r"KeyError",
     "stuck_in_hook": r"is in|did not call", "error_in_validation": r"KeyError", "stuck_validation": r"is in|did not call",
-    "collective_in_validation": r"all_reduce", "error_in_save": r"KeyError", "half_of_a_group": r"did not call all_reduce|where",
+    "collective_in_validation": r"all_reduce", "error_in_save": r"KeyError", "half_of_a_group": r"did not call all_reduce|where|waits for",
     "deadlock_of_groups": r"waits for", "object_skip": r"did not call|where", "one_logs": r"extra", "one_saves": r"save_checkpoint",
-    "other_model": r"65|shape|parameters", "error_in_thread": r"SIGSEGV", "interrupted": r"interrupt",
+    "other_model": r"65|elements", "error_in_thread": r"SIGSEGV", "interrupted": r"interrupt",
 }  # fmt: skip
 #: Faults without a line: of these the phase is the place.
 PHASES = {
@@ -49,7 +49,8 @@ def judge(kind: str, text: str, world_size: int) -> Judgement:
     sentence, bad = sentence_of(text), 0 if kind == "rank_0_killed" else 1
     blamed = re.search(r"\branks? ((?:\d+(?:, | and )?)+)", sentence)
     ranks = {int(each) for each in re.findall(r"\d+", blamed[1])} if blamed else set()
-    rank = bad in ranks if kind in BOTH or world_size == 2 else ranks == {bad}
+    # Of two ranks that call different things either may be right: the sentence names both.
+    rank = bad in ranks if kind in BOTH else ranks == {bad} or (world_size == 2 and "did not call" in sentence)
     for words in (
         rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b",  # the second one is blamed
         rf"on rank {bad}:",  # the note of a rank's own error
@@ -68,7 +69,11 @@ def sentence_of(text: str) -> str:
     """Return the diagnosis in the output `text`: what a rank said as it was ended, or the last error."""
     lines = text.splitlines()
     said = [line for line in lines if line.startswith("stratagem: rank")]
-    errors = [line for line in lines if re.search(r"(Error|Interrupt)\b.*: .", line) and "ChildFailedError" not in line]
+    errors = [
+        line
+        for line in lines
+        if re.search(r"Error\b.*: .|^\S*KeyboardInterrupt", line) and "ChildFailedError" not in line
+    ]
     return (said or errors or [""])[-1]
 
 

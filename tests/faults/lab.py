@@ -1,4 +1,4 @@
-"""Train with a fault on one rank: python lab.py KIND STRATEGY WORLD_SIZE LAUNCHER TIMEOUT_S.
+"""Train with a fault on one rank: python lab.py KIND STRATEGY WORLD_SIZE LAUNCHER TIMEOUT_S FOLDER.
 
 The line that a good diagnosis names ends in a comment, ``# KIND`` or ``# KIND others``.
 """
@@ -24,13 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 
-kind, strategy, world_size, launcher, timeout_s = (
-    sys.argv[1],
-    sys.argv[2],
-    int(sys.argv[3]),
-    sys.argv[4],
-    float(sys.argv[5]),
-)
+kind, strategy, launcher, folder = sys.argv[1], sys.argv[2], sys.argv[4], sys.argv[6]
+world_size, timeout_s = int(sys.argv[3]), float(sys.argv[5])
 BAD = 0 if kind == "rank_0_killed" else 1
 SAVES = ("stuck_save", "error_in_save")
 VALIDATES = ("error_in_validation", "stuck_validation", "collective_in_validation")
@@ -206,7 +201,6 @@ class Data(sg.DataModule):
 
 
 if __name__ == "__main__":
-    folder = tempfile.mkdtemp()
     trainer = sg.Trainer(
         max_steps=12, strategy={"name": strategy, "timeout": timeout_s}, devices=world_size, accelerator="cpu",
         launcher=None if launcher == "torchrun" else launcher, default_root_dir=folder, logger=False,

@@ -23,7 +23,7 @@ NOT_FOR = {
 
 
 def run(kind, strategy, world_size, launcher, folder):
-    words = [sys.executable, str(LAB), kind, strategy, str(world_size), launcher, str(TIMEOUT_S)]
+    words = [sys.executable, str(LAB), kind, strategy, str(world_size), launcher, str(TIMEOUT_S), str(folder / "run")]
     if launcher == "torchrun":
         words[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}

@@ -35,20 +35,15 @@ def end_with_sentence() -> None:
 
 def print_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print one line on rank 0, where `error` is one in the configuration; other ranks leave it to the summary."""
-    if not (isinstance(error, _SENTENCES) and _told(error)):
+    where, told = innermost_user_line(trace), False
+    sentence = f"{kind.__name__}{f' in {where}' if where else ''}: {error}"
+    content = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    with contextlib.suppress(OSError):
+        told = isinstance(error, _SENTENCES) and Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps(content)) > 0
+    if not told:
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("RANK", "0") == "0":
-        where = innermost_user_line(trace)
-        print(f"{kind.__name__}{f' in {where}' if where else ''}: {error}", file=sys.stderr, flush=True)
-
-
-def _told(error: BaseException) -> bool:
-    """Write `error` to the agent's file; return whether that worked."""
-    content = {"message": f"{type(error).__name__}: {error}", "extraInfo": {"timestamp": str(int(time.time()))}}
-    with contextlib.suppress(OSError):
-        Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps({"message": content}), encoding="utf-8")
-        return True
-    return False
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def innermost_user_line(trace: TracebackType | None) -> str:

@@ -47,6 +47,8 @@ class RankEvidence:
     is_echo: bool = False
     #: A signal has told it to end.
     was_told_to_end: bool = False
+    #: It called sys.exit.
+    called_exit: bool = False
     #: It ended with an error of its own.
     has_own_error: bool = False
 
@@ -66,6 +68,7 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                     place=_place(stack), ending=None if runs else _fatal(stack), runs=runs,
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
                     is_echo=content.end == "echo", has_own_error=content.end == "own error",
+                    called_exit=content.end == "exit",
                 )  # fmt: skip
     return found
 

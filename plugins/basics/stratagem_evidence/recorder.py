@@ -40,8 +40,7 @@ class Recorder:
     def __init__(self, folder: Path, rank: int, phases: tuple[str, ...]) -> None:
         self.folder, self.rank = folder, rank
         self._ring, self._lock = Ring(folder, rank, phases), threading.Lock()
-        #: How many groups of the same ranks there are, and the name of each group that was used.
-        self._groups: dict[tuple[int, ...], int] = {}
+        #: By torch's name of a group that was used.
         self._names: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._codes: list[CodeType] = []
         self._stack: TextIOWrapper | None = None
@@ -105,12 +104,16 @@ class Recorder:
                 self._ring.begin(key)
 
     def _name(self, name: str, group: Any) -> tuple[str, tuple[int, ...]]:
-        """Return the same name for a group on all of its ranks, and these; torch's name may differ on them."""
-        import torch.distributed as dist
+        """Return the same name for a group on all of its ranks, and these; torch's name may differ on them.
 
-        ranks = tuple(dist.get_process_group_ranks(group))
-        number = self._groups[ranks] = self._groups.get(ranks, 0) + 1
-        self._names[name] = f"{','.join(map(str, ranks))}#{number}", ranks
+        Its ranks make their groups in the same order, though they may use them in another one.
+        """
+        from torch.distributed.distributed_c10d import _world, get_process_group_ranks
+
+        ranks = tuple(get_process_group_ranks(group))
+        groups: Any = _world.pg_group_ranks
+        alike = [other.group_name for other, places in groups.items() if tuple(places) == ranks]
+        self._names[name] = f"{','.join(map(str, ranks))}#{alike.index(name) + 1}", ranks
         return self._names[name]
 
 

@@ -8,8 +8,9 @@ for. So what the ranks did decides, in this order:
    ones shows the mistake. More ranks are taken to be right than wrong; of two, both are named.
 2. *Stopped.* A process that is stopped answers nobody.
 3. *Missing.* A rank waits for those of its group that did not begin its last collective. Whom others wait for, and
-   waits for nobody, is at fault: it ended, or does something else. If all wait for each other it is a deadlock.
-4. *Ended.* A process ended by a signal, or with code 0 before its program was over. SIGABRT counts last: its library
+   waits for nobody, is at fault: it ended, or does something else.
+4. *Deadlock.* All that are waited for wait themselves.
+5. *Ended.* A process ended by a signal, or with code 0 before its program was over. SIGABRT counts last: its library
    may have aborted it because another rank was gone.
 
 A rank whose error is an echo is never at fault.
@@ -28,6 +29,7 @@ from stratagem_evidence.ring import Record, Site
 #: A sentence names so many ranks; of more, it has the number.
 _NAMED = 4
 
+_EXIT = "look for sys.exit, exit or os._exit in the script and what it imports"
 _EXITS = {0: "exited with code 0 before its training was over", 130: "was interrupted"}
 _SAME_CALLS = "make the same calls on all ranks"
 
@@ -44,11 +46,9 @@ class Verdict:
     do: str
 
 
-def verdict(
-    known: Mapping[int, RankEvidence], rules: tuple[str, ...] = ("differ", "stopped", "missing", "ended")
-) -> Verdict | None:
-    """Return what made a run fail, from what is `known` of its ranks; None if that does not tell."""
-    for rule in rules:
+def verdict(known: Mapping[int, RankEvidence], rules: tuple[str, ...] = ()) -> Verdict | None:
+    """Return what made a run fail, from what is `known` of its ranks; None if that, or these `rules`, do not tell."""
+    for rule in rules or _RULES:
         if (found := _RULES[rule](known)) is not None:
             return found
     return None
@@ -131,28 +131,41 @@ def _stopped(known: Mapping[int, RankEvidence]) -> Verdict | None:
 
 
 def _missing(known: Mapping[int, RankEvidence]) -> Verdict | None:
+    waits = _waits(known)
+    free = sorted(_awaited(waits) - waits.keys())
+    if not known.keys() >= set(free):
+        return None  # those of another machine
+    # A rank that another one's end broke off is at fault if all that ended otherwise were waiting for it.
+    if first_hand := [rank for rank in free if not known[rank].is_echo]:
+        return _absence(known, first_hand, waits)
+    if not free or _ended_elsewhere(known, waits):
+        return None
+    return _alone(sorted(waits), waits, free) if len(waits) < len(free) else _absence(known, free, waits)
+
+
+def _deadlock(known: Mapping[int, RankEvidence]) -> Verdict | None:
+    waits = _waits(known)
+    cycle = sorted(_awaited(waits) & waits.keys())
+    if not cycle or _awaited(waits) - waits.keys() or _ended_elsewhere(known, waits):
+        return None
+    found = "; ".join(f"rank {rank} waits for {_names(sorted(waits[rank][1]))} in {waits[rank][0]}" for rank in cycle)
+    return Verdict("deadlock", tuple(cycle), found, f"{_SAME_CALLS}, in the same order over all groups")
+
+
+def _waits(known: Mapping[int, RankEvidence]) -> dict[int, tuple[Site, set[int]]]:
+    """Return the last collective of each rank that waits in it, and for which ranks: also those that are not known."""
     begun, waits = _by_group(known), dict[int, tuple[Site, set[int]]]()
     for told in known.values():
         if told.records:
             last = told.records[-1]
-            others = begun[last.site.group].items()
-            if absent := {rank for rank, records in others if max(records, default=-1) < last.number}:
+            others = {rank: begun[last.site.group].get(rank, {}) for rank in last.site.ranks}
+            if absent := {rank for rank, records in others.items() if max(records, default=-1) < last.number}:
                 waits[told.rank] = last.site, absent
-    awaited = {rank for _, absent in waits.values() for rank in absent}
-    free = sorted(awaited - waits.keys())
-    # A rank that another one's end broke off is at fault if all that ended otherwise were waiting for it.
-    first_hand = [rank for rank in free if not known[rank].is_echo]
-    if first_hand:
-        return _absence(known, first_hand, waits)
-    if free and not _ended_elsewhere(known, waits):
-        return _alone(sorted(waits), waits, free) if len(waits) < len(free) else _absence(known, free, waits)
-    cycle = sorted(awaited & waits.keys())
-    if not cycle or _ended_elsewhere(known, waits):
-        return None
-    found = "; ".join(f"rank {rank} waits for {_names(sorted(waits[rank][1]))} in {waits[rank][0]}" for rank in cycle)
-    return Verdict(
-        "deadlock", tuple(cycle), found, "call collectives of different groups in the same order on all ranks"
-    )
+    return waits
+
+
+def _awaited(waits: Mapping[int, tuple[Site, set[int]]]) -> set[int]:
+    return {rank for _, absent in waits.values() for rank in absent}
 
 
 def _alone(ranks: list[int], waits: Mapping[int, tuple[Site, set[int]]], others: list[int]) -> Verdict:
@@ -176,7 +189,7 @@ def _absence(
     return Verdict("missing", tuple(at_fault), f"{found}; {states}", _advice(known[at_fault[0]]))
 
 
-# --- 4. Ended ----------------------------------------------------------------------------------------------------
+# --- 5. Ended ----------------------------------------------------------------------------------------------------
 
 
 def _ended(known: Mapping[int, RankEvidence]) -> Verdict | None:
@@ -199,7 +212,8 @@ def _state(told: RankEvidence) -> str:
     """Tell how the process ended, or what it does, where, and what it did before."""
     code, rank = told.ending, told.rank
     if told.is_gone and code is None:
-        return f"rank {rank} is gone{_at(told).replace(' in ', '; it was in ', 1)}"
+        how = "called sys.exit" if told.called_exit else "is gone"
+        return f"rank {rank} {how}{_at(told).replace(' in ', '; it was in ', 1)}"
     if code is None or told.is_echo:
         return f"rank {rank} {'was' if told.is_echo else 'is'}{_at(told)}"
     if code < 0:
@@ -220,6 +234,8 @@ def _at(told: RankEvidence) -> str:
 
 def _advice(told: RankEvidence) -> str:
     code = told.ending
+    if told.called_exit:
+        return _EXIT
     if code is None and told.is_gone:
         return "see how its process ended: in the launcher's summary, or in the kernel log (out of memory?)"
     if told.is_echo:
@@ -227,7 +243,7 @@ def _advice(told: RankEvidence) -> str:
     if code is None:
         return f"{_SAME_CALLS}; if one is only slow, raise the timeout"
     if code == 0:
-        return "look for sys.exit, exit or os._exit in the script and what it imports"
+        return _EXIT
     if code == -signal.SIGKILL:
         return "check the kernel log for an out-of-memory kill"
     return "check its stderr"
@@ -240,4 +256,4 @@ def _names(ranks: list[int]) -> str:
     return f"rank {last}" if not others else f"ranks {', '.join(others)} and {last}"
 
 
-_RULES = {"differ": _differ, "stopped": _stopped, "missing": _missing, "ended": _ended}
+_RULES = {"differ": _differ, "stopped": _stopped, "missing": _missing, "deadlock": _deadlock, "ended": _ended}

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from stratagem import errors
 from stratagem.distributed.reports import left
-from stratagem.errors import LaunchError, StratagemError
+from stratagem.errors import LaunchError, PeerError, StratagemError
 from stratagem_evidence import RankEvidence, ask_for_stacks, keep, read_all, verdict
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def root_cause(
     differ = verdict(evidence, ("differ",)) if not roots or roots[0].parts else None
     if roots and differ is None:
         return _as_error(roots[0])
-    found = differ or verdict(evidence)
+    # Where no process ended silently, ranks that waited in vain have looked around, and know what the others did.
+    told = reports and reports[0].type == PeerError.__name__ and verdict(evidence, ("ended",)) is None
+    found = differ or (None if told else verdict(evidence))
     cause = LaunchError(found.found, do=found.do) if found else _as_error(reports[0]) if reports else None
     if cause is not None:
         keep(folder, evidence, cause)

@@ -109,7 +109,8 @@ class PeerDiagnosis(Callback):
 
         self._failed = is_echo(error)
         if self.recorder is not None:
-            self.recorder.mark("echo" if self._failed else "own error")
+            stops = isinstance(error, SystemExit)
+            self.recorder.mark("echo" if self._failed else "exit" if stops else "own error")
         if self.watchdog is not None:
             self.watchdog.failed = True
         if run.world_size == 1:

@@ -60,7 +60,7 @@ def _look_around(
     absent = elsewhere if elsewhere and waited_s(error, run) else absent
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
-    found = None if evidence is None else _by_evidence(error, run, evidence, answers, doing)
+    found = None if evidence is None else _by_evidence(run, evidence, answers, doing)
     found = found or finding(error, run, silent, gone, missing, mine, doing)
     # A timeout is first-hand news. A closed connection may be the work of a rank that is about to say more.
     if known := reports.read(AT_ONCE_S if found is not None and waited_s(error, run) else CAUSE_S):
@@ -73,19 +73,17 @@ def _look_around(
 
 
 def _by_evidence(
-    error: BaseException, run: RunContext, evidence: Path, answers: Mapping[int, Answer], doing: Mapping[int, str]
+    run: RunContext, evidence: Path, answers: Mapping[int, Answer], doing: Mapping[int, str]
 ) -> PeerError | None:
-    """Return what the files of the ranks of this machine say; None if that is nothing.
-
-    A rank that waited until its patience ended is told which one hangs by that rank itself.
-    """
+    """Return what the files of the ranks of this machine say; None if that is nothing."""
     known = read_all(evidence)
     for rank, told in known.items():
         told.is_gone = answers.get(rank) == "gone"
         told.place = doing.get(rank) or told.place
     if run.rank in known:
         known[run.rank].is_echo = True
-    found = verdict(known, ("differ", "stopped") if waited_s(error, run) else ("differ", "stopped", "missing"))
+    rules = ("differ", "stopped", "missing", "deadlock")
+    found = verdict(known, (*rules, "ended") if any(told.called_exit for told in known.values()) else rules)
     return None if found is None else PeerError(found.found, do=found.do)
 
 
