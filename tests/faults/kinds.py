@@ -10,8 +10,8 @@ from attrs import frozen
 #: By kind: the words of its cause. The first half were known when the rules were written, the second half were not.
 KNOWN = {
     "skip": r"did not call all_reduce|where|called", "size": r"3 elements.*7,000 elements", "order": r"broadcast.*where.*all_reduce",
-    "product_skip": r"all_gather", "product_shape": r"all_gather", "killed": r"SIGKILL", "rank_0_killed": r"SIGKILL",
-    "exit_0": r"code 0", "error": r"KeyError", "error_in_worker": r"corrupt sample", "stuck": r"is in|did not call",
+    "product_skip": r"all_gather", "product_shape": r"all_gather", "killed": r"SIGKILL|is gone", "rank_0_killed": r"SIGKILL|is gone",
+    "exit_0": r"code 0|is gone", "error": r"KeyError", "error_in_worker": r"corrupt sample", "stuck": r"is in|did not call",
     "stuck_save": r"is in|did not call", "nan": r"nan|finite", "no_memory": r"memory", "slow_loader": r"loader's next batch",
     "stopped": r"stopped", "segmentation_fault": r"SIGSEGV", "skipped_backward": r"gradient|backward",
 }  # fmt: skip
@@ -53,6 +53,7 @@ def judge(kind: str, text: str, world_size: int) -> Judgement:
     rank = bad in ranks if kind in BOTH else ranks == {bad} or (world_size == 2 and "did not call" in sentence)
     for words in (
         rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b",  # the second one is blamed
+        rf"rank \d+ is in .* and rank {bad} in ",
         rf"on rank {bad}:",  # the note of a rank's own error
         rf"(?s)Root Cause .*  rank      : {bad} .*Error",  # what torchrun says of it
     ):

@@ -127,9 +127,10 @@ if first.is_global_zero:
     "A rank is killed: out of memory": [
         (1, """
 class Killed(Net):
-    def on_train_start(self):
+    def training_step(self, batch, batch_idx):
         if self.trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
 
 trainer(strategy="ddp", devices=2).fit(Killed(), loader())
 """),

@@ -16,7 +16,6 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem.distributed.call_site import where
@@ -85,22 +84,30 @@ class Recorder:
         if not keep:
             delete_evidence(self.folder, self.rank)
 
-    def begin(self, op: str, group: Any, tensor: Any, sizes: Callable[[], int | None]) -> None:
-        """Record that this process begins a collective. Takes about a microsecond."""
+    def begin(self, op: str, group: Any, tensor: Any, parts: Any = None) -> None:
+        """Record that this process begins a collective. Takes about a microsecond.
+
+        Args:
+            op: the name of torch's function.
+            group: its process group.
+            tensor: whose size all ranks must agree on; None if there is none.
+            parts: the tensors for what each rank sends, where torch lets ranks send different sizes.
+        """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_globals.get("__name__") in _TORCH:
             frame = frame.f_back
         if frame is None:
             return
-        name, code = group.group_name, frame.f_code
-        size, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
-        key = (id(code), frame.f_lasti, op, name, size, dtype)  # the hash of code takes longer than all the rest
-        with self._lock:
-            if not self._ring.begin(key):
+        # The id of its code: the hash of code takes longer than all the rest.
+        name, place = group.group_name, (id(frame.f_code), frame.f_lasti)
+        key = (place, name, op) if tensor is None else (place, name, op, tensor.numel(), tensor.dtype)
+        if not self._ring.begin(key):
+            with self._lock:
                 label, ranks = self._names.get(name) or self._name(name, group)
-                self._codes.append(code)  # while it lives no other code has its id
-                site = Site(op, label, ranks, sizes(), str(dtype or "").removeprefix("torch."), _place(frame))
-                self._ring.add_site(key, site)
+                self._codes.append(frame.f_code)  # while it lives no other code has its id
+                size = None if tensor is None or not _are_equal(parts, tensor) else tensor.numel()
+                dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+                self._ring.add_site(key, Site(op, label, ranks, size, dtype, _place(frame)))
                 self._ring.begin(key)
 
     def _name(self, name: str, group: Any) -> tuple[str, tuple[int, ...]]:
@@ -126,25 +133,28 @@ def _place(frame: FrameType) -> str:
     return line if call.startswith("torch.distributed.") else f"{call}, {line}" if call else line
 
 
-def _equal_parts(parts: Any, tensor: Any) -> int | None:
-    """Return the size of a part if all have the same: torch allows ranks to gather tensors of different sizes."""
-    return tensor.numel() if all(part.numel() == tensor.numel() for each in parts for part in each) else None
+def _are_equal(parts: Any, tensor: Any) -> bool:
+    """Whether all ranks send as much as this one."""
+    return parts is None or all(part.numel() == tensor.numel() for each in parts for part in each)
 
 
-#: By method of ProcessGroup: the name of the function that people call, and which argument has the tensor that is as
-#: large on all ranks; None where none is.
-_METHODS: dict[str, tuple[str, int | None]] = {
-    "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce_coalesced", 0), "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "_allgather_base": ("all_gather_into_tensor", 1),
-    "all_gather_single": ("all_gather_into_tensor", 1), "allgather_coalesced": ("all_gather_coalesced", None),
-    "allgather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", None),
-    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", None), "gather": ("gather", 1),
-    "scatter": ("scatter", 0), "reduce_scatter": ("reduce_scatter", None),
-    "_reduce_scatter_base": ("reduce_scatter_tensor", 0), "reduce_scatter_single": ("reduce_scatter_tensor", 0),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", None),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", None), "alltoall": ("all_to_all", None),
-    "alltoall_base": ("all_to_all_single", None), "all_to_all_single": ("all_to_all_single", None),
-    "barrier": ("barrier", None),
+#: By method of ProcessGroup: the name of the function that people call; which argument holds the tensor that is as
+#: large on all ranks, None where none does; and whether that argument is a list.
+_METHODS: dict[str, tuple[str, int | None, bool]] = {
+    "allreduce": ("all_reduce", 0, True), "allreduce_coalesced": ("all_reduce_coalesced", 0, True),
+    "broadcast": ("broadcast", 0, True), "reduce": ("reduce", 0, True), "allgather": ("all_gather", 1, True),
+    "_allgather_base": ("all_gather_into_tensor", 1, False),
+    "all_gather_single": ("all_gather_into_tensor", 1, False),
+    "allgather_coalesced": ("all_gather_coalesced", None, False),
+    "allgather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", None, False),
+    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", None, False),
+    "gather": ("gather", 1, True), "scatter": ("scatter", 0, True), "reduce_scatter": ("reduce_scatter", None, False),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", 0, False),
+    "reduce_scatter_single": ("reduce_scatter_tensor", 0, False),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", None, False),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", None, False),
+    "alltoall": ("all_to_all", None, False), "alltoall_base": ("all_to_all_single", None, False),
+    "all_to_all_single": ("all_to_all_single", None, False), "barrier": ("barrier", None, False),
 }  # fmt: skip
 
 
@@ -152,24 +162,23 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 def _replace_methods() -> None:
     from torch._C._distributed_c10d import ProcessGroup
 
-    for name, (op, index) in _METHODS.items():
+    for name, (op, index, is_list) in _METHODS.items():
         method = getattr(ProcessGroup, name, None)  # versions of torch have some of them
         if method is not None:
-            setattr(ProcessGroup, name, _recorded(method, op, index))
+            setattr(ProcessGroup, name, _recorded(method, op, index, is_list))
 
 
-def _recorded(method: Any, op: str, index: int | None) -> Any:
+def _recorded(method: Any, op: str, index: int | None, is_list: bool) -> Any:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         recorder = Recorder.active
         if recorder is not None:
-            tensor = arguments[index] if index is not None and index < len(arguments) else None
-            if isinstance(tensor, list):
-                tensor = tensor[0]
-            if op == "all_gather" and tensor is not None:
-                recorder.begin(op, self, tensor, functools.partial(_equal_parts, arguments[0], tensor))
+            if index is None or index >= len(arguments):
+                recorder.begin(op, self, None)
+            elif is_list:
+                recorder.begin(op, self, arguments[index][0], arguments[0] if op == "all_gather" else None)
             else:
-                recorder.begin(op, self, tensor, (lambda: None) if tensor is None else tensor.numel)
+                recorder.begin(op, self, arguments[index])
         return method(self, *arguments, **options)
 
     return call

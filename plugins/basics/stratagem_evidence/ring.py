@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
 import struct
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -87,28 +89,30 @@ class Ring:
         finally:
             os.close(ring)
         self._step = self._batch = 0
-        self._count, self._numbers, self._known = 0, dict[str, int](), dict[Any, tuple[str, int]]()
+        self._words = memoryview(self._map).cast("Q")
+        self._counts = itertools.count()
+        #: By group, and by key: the next number, and the site's index.
+        self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self._known: dict[Any, tuple[itertools.count[int], int]] = {}
         os.write(self._sites_file, f"{json.dumps(phases)}\n".encode())
         _HEADER.pack_into(self._map, 0, _MAGIC, rank, os.getpid(), time.time())
 
     def begin(self, key: Any) -> bool:
-        """Record a collective whose site is known by `key`; return False if it is not."""
+        """Record a collective whose site is known by `key`; return False if it is not. Any thread may call it."""
         site = self._known.get(key)
         if site is None:
             return False
-        group, index = site
-        number = self._numbers[group] = self._numbers.get(group, -1) + 1
-        place = _RECORDS_AT + self._count % LAST * _STRIDE
-        _RECORD.pack_into(self._map, place, number, time.time(), index)
-        self._count += 1
-        _COUNT.pack_into(self._map, _COUNT_AT, self._count)  # last: what it counts is complete
+        numbers, index = site
+        count = next(self._counts)
+        _RECORD.pack_into(self._map, _RECORDS_AT + count % LAST * _STRIDE, next(numbers), time.time(), index)
+        self._words[_COUNT_AT // 8] = count + 1  # last: what it counts is complete
         return True
 
     def add_site(self, key: Any, site: Site) -> None:
         """Make `site` known by `key`."""
-        self._known[key] = (site.group, len(self._known))
         words = [site.op, site.group, site.ranks, site.size, site.dtype, site.place]
         os.write(self._sites_file, f"{json.dumps(words)}\n".encode())
+        self._known[key] = (self._numbers[site.group], len(self._known))
 
     def enter(self, phase: int, step: int | None = None, batch: int = 0) -> None:
         """Record that the process begins a phase, by its index in `phases`, of the same batch or of a new one."""
@@ -121,6 +125,7 @@ class Ring:
         self._map[_END_AT] = ENDS.index(end) + 1
 
     def close(self) -> None:
+        self._words.release()
         self._map.close()
         os.close(self._sites_file)
 

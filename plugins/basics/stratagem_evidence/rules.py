@@ -121,7 +121,7 @@ def _stopped(known: Mapping[int, RankEvidence]) -> Verdict | None:
     stopped = [each for each in known.values() if each.is_stopped]
     if not stopped:
         return None
-    found = "; ".join(f"rank {each.rank} is stopped (process {each.process}){_at(each)}" for each in stopped)
+    found = "; ".join(f"rank {each.rank} is stopped (process {each.process}){last_seen(each)}" for each in stopped)
     return Verdict(
         "stopped", tuple(each.rank for each in stopped), found, "see what sent it SIGSTOP, or leave the debugger"
     )
@@ -202,7 +202,7 @@ def _ended(known: Mapping[int, RankEvidence]) -> Verdict | None:
 
 def _ended_itself(each: RankEvidence) -> bool:
     too_early = each.ending == 0 and not each.is_over
-    return bool(each.ending or each.is_gone or too_early) and not each.is_echo
+    return bool(each.ending or each.is_gone or too_early) and not (each.is_echo or each.has_own_error)
 
 
 # --- Words -------------------------------------------------------------------------------------------------------
@@ -213,15 +213,15 @@ def _state(told: RankEvidence) -> str:
     code, rank = told.ending, told.rank
     if told.is_gone and code is None:
         how = "called sys.exit" if told.called_exit else "is gone"
-        return f"rank {rank} {how}{_at(told).replace(' in ', '; it was in ', 1)}"
+        return f"rank {rank} {how}{last_seen(told).replace(' in ', '; it was in ', 1)}"
     if code is None or told.is_echo:
-        return f"rank {rank} {'was' if told.is_echo else 'is'}{_at(told)}"
+        return f"rank {rank} {'was' if told.is_echo else 'is'}{last_seen(told)}"
     if code < 0:
-        return f"rank {rank} was killed by {signal.Signals(-code).name}{_at(told)}"
-    return f"rank {rank} {_EXITS.get(code, f'exited with code {code} and left no error report')}{_at(told)}"
+        return f"rank {rank} was killed by {signal.Signals(-code).name}{last_seen(told)}"
+    return f"rank {rank} {_EXITS.get(code, f'exited with code {code} and left no error report')}{last_seen(told)}"
 
 
-def _at(told: RankEvidence) -> str:
+def last_seen(told: RankEvidence) -> str:
     """Tell the line or the phase, the batch, and the last collective if it belongs to that phase."""
     phase, last = told.phase, told.records[-1] if told.records else None
     words = f" in {told.place}" if told.place else f" in {phase.name}" if phase else ""

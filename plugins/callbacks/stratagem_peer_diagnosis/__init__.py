@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["PeerDiagnosis"]
 
 #: What a rank does, as its evidence has it.
-_PHASES = ("next batch", "training_step", "backward", "optimizer step", "validation", "save_checkpoint")
-_NEXT_BATCH, _TRAINING_STEP, _BACKWARD, _OPTIMIZER_STEP, _VALIDATION, _SAVE = range(len(_PHASES))
+_PHASES = ("setup", "next batch", "training_step", "backward", "optimizer step", "validation", "save_checkpoint")
+_SETUP, _NEXT_BATCH, _TRAINING_STEP, _BACKWARD, _OPTIMIZER_STEP, _VALIDATION, _SAVE = range(len(_PHASES))
 
 
 @define(eq=False, kw_only=True)
@@ -65,6 +65,7 @@ class PeerDiagnosis(Callback):
         from stratagem_evidence import EVIDENCE_VARIABLE, Recorder
 
         self.recorder = Recorder.start(Path(folder), run.rank, _PHASES) if folder else None
+        self._enter(_SETUP)
         if self.recorder is not None and folder != os.environ.get(EVIDENCE_VARIABLE):
             from stratagem_peer_diagnosis.last_words import LastWords
 
@@ -96,6 +97,10 @@ class PeerDiagnosis(Callback):
     @hookimpl
     def on_validation_start(self) -> None:
         self._enter(_VALIDATION)
+
+    @hookimpl
+    def on_validation_end(self) -> None:
+        self._enter(_NEXT_BATCH)
 
     @hookimpl
     def on_save_checkpoint(self) -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.call_site import where
 from stratagem.errors import PeerError
-from stratagem_evidence import read_all, verdict
+from stratagem_evidence import last_seen, read_all, verdict
 from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, CAUSE_S, FailureReports
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from stratagem.api import RunContext
+    from stratagem_evidence import RankEvidence
     from stratagem_peer_diagnosis.endpoints import Answer, Endpoints, Peer
 
 _TIMED_OUT = re.compile(
@@ -28,8 +29,14 @@ _MILLISECONDS = re.compile(r"Timeout\(ms\)=(\d+)|(\d+) ?(?:ms|milliseconds)\b")
 _NAMED = 4
 
 
-def explain(error: BaseException, run: RunContext, endpoints: Endpoints | None, evidence: Path | None) -> BaseException:
-    """Return the cause of `error` if another rank is that, else `error`. The others learn what this rank ended with."""
+def explain(
+    error: BaseException, run: RunContext, endpoints: Endpoints | None, evidence: Path | None = None
+) -> BaseException:
+    """Return the cause of `error` if another rank is that, else `error`. The others learn what this rank ended with.
+
+    Args:
+        evidence: the folder in which the ranks of this machine write what they do.
+    """
     reports = FailureReports(run.collectives)
     if is_echo(error):
         if endpoints is None or isinstance(error, PeerError):
@@ -60,8 +67,8 @@ def _look_around(
     absent = elsewhere if elsewhere and waited_s(error, run) else absent
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
-    found = None if evidence is None else _by_evidence(run, evidence, answers, doing)
-    found = found or finding(error, run, silent, gone, missing, mine, doing)
+    seen = {} if evidence is None else read_all(evidence)
+    found = _by_evidence(run, seen, answers, doing) or finding(error, run, silent, gone, missing, mine, doing, seen)
     # A timeout is first-hand news. A closed connection may be the work of a rank that is about to say more.
     if known := reports.read(AT_ONCE_S if found is not None and waited_s(error, run) else CAUSE_S):
         return known
@@ -73,10 +80,9 @@ def _look_around(
 
 
 def _by_evidence(
-    run: RunContext, evidence: Path, answers: Mapping[int, Answer], doing: Mapping[int, str]
+    run: RunContext, known: Mapping[int, RankEvidence], answers: Mapping[int, Answer], doing: Mapping[int, str]
 ) -> PeerError | None:
     """Return what the files of the ranks of this machine say; None if that is nothing."""
-    known = read_all(evidence)
     for rank, told in known.items():
         told.is_gone = answers.get(rank) == "gone"
         told.place = doing.get(rank) or told.place
@@ -101,7 +107,7 @@ def where_raised(error: BaseException) -> str:
 
 def finding(
     error: BaseException, run: RunContext, silent: list[Peer], gone: list[Peer], missing: list[Peer], mine: str,
-    doing: Mapping[int, str],
+    doing: Mapping[int, str], seen: Mapping[int, RankEvidence],
 ) -> PeerError | None:  # fmt: skip
     """Return which ranks are at fault, as an error; None if none is, as far as this rank can tell."""
     rank, waited = run.rank, waited_s(error, run)
@@ -116,7 +122,8 @@ def finding(
         )
     if gone:
         return PeerError(
-            f"rank {rank} lost its connection: {_are_gone(gone)}", expected="all ranks to stay until the end",
+            f"rank {rank} lost its connection: {_are_gone(gone)}{_before(gone, seen)}",
+            expected="all ranks to stay until the end",
             do="the output of its process, or the log of its machine (out of memory?), may tell more",
         )  # fmt: skip
     if not waited:
@@ -145,6 +152,12 @@ def _calls(rank: int, mine: str, missing: list[Peer], doing: Mapping[int, str]) 
 
 def _are_gone(gone: list[Peer]) -> str:
     return f"{_names(gone)} {_of(gone, 'is', 'are')} gone"
+
+
+def _before(gone: list[Peer], seen: Mapping[int, RankEvidence]) -> str:
+    """Tell what one rank that is gone did last, if its files do."""
+    told = last_seen(seen[gone[0].rank]) if len(gone) == 1 and gone[0].rank in seen else ""
+    return f"; it was{told}" if told else ""
 
 
 def _names(peers: list[Peer]) -> str:

@@ -156,7 +156,7 @@ class Watchdog:
         if run is None or not (gone or silent):
             return None
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        return finding(RuntimeError(), run, silent, gone, [], where(main), {})
+        return finding(RuntimeError(), run, silent, gone, [], where(main), {}, {})
 
     def _gone(self, ranks: set[int]) -> dict[int, Answer]:
         """Return which of `ranks` are gone without having left in order."""
