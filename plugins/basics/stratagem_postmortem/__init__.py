@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from stratagem import Command
+from stratagem.api import Command
 from stratagem.errors import ConfigError
 
 #: Exit code if the evidence does not tell why a run ended.
