@@ -49,8 +49,9 @@ def judge(kind: str, text: str, world_size: int) -> Judgement:
     sentence, bad = sentence_of(text), 0 if kind == "rank_0_killed" else 1
     blamed = re.search(r"\branks? ((?:\d+(?:, | and )?)+)", sentence)
     ranks = {int(each) for each in re.findall(r"\d+", blamed[1])} if blamed else set()
-    # Of two ranks that call different things either may be right: the sentence names both.
-    rank = bad in ranks if kind in BOTH else ranks == {bad} or (world_size == 2 and "did not call" in sentence)
+    # Of ranks that wait for each other, and of two that call different things, any may be right: all are named.
+    named = re.search(r"waits for|did not call", sentence) and (kind in BOTH or world_size == 2)
+    rank = ranks == {bad} or bool(named)
     for words in (
         rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b",  # the second one is blamed
         rf"rank \d+ is in .* and rank {bad} in ",

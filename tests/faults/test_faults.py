@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,28 @@ def check(kind, strategy, world_size, launcher, folder):
     assert kinds.judge(kind, text, world_size) == kinds.Judgement(rank=True, cause=True, place=True), text
 
 
-@pytest.mark.parametrize("kind", ["skip", "exit_0"])
-def test_the_rank_the_cause_and_the_place_are_named(kind, tmp_path):
-    check(kind, "ddp", 3, "fork", tmp_path)
+#: The faults whose messages docs/postmortem.md shows, in its order.
+OF_THE_PAGE = ("skip", "size", "segmentation_fault", "killed", "exit_0", "stopped", "deadlock_of_groups")
+PAGE = Path(__file__).parents[2] / "docs" / "postmortem.md"
+
+
+def without_numbers(text):
+    """Return `text` on one line, without the numbers of lines and processes."""
+    return re.sub(r"(lab\.py:|process )\d+", r"\1N", " ".join(text.split()))
+
+
+@pytest.mark.every_push("skip", "exit_0")
+@pytest.mark.parametrize("kind", OF_THE_PAGE)
+def test_the_messages_of_the_page_are_those_of_runs(kind, tmp_path):
+    text = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
+    shown = re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)
+    assert len(shown) == len(OF_THE_PAGE)
+    code, text = run(kind, "ddp", 3, "fork", tmp_path)
+
+    assert code != 0, text
+    assert kinds.judge(kind, text, 3) == kinds.Judgement(rank=True, cause=True, place=True), text
+    found, _, _ = without_numbers(shown[OF_THE_PAGE.index(kind)]).rpartition("; ")  # a rank that is told has other advice
+    assert found in without_numbers(text), text
 
 
 def test_torchrun_ends_the_others_and_one_of_them_says_why(tmp_path):
@@ -54,7 +74,7 @@ def test_torchrun_ends_the_others_and_one_of_them_says_why(tmp_path):
     assert "all_reduce() of 3 elements of float32" in shown.stdout.splitlines()[0]
 
 
-@pytest.mark.sweep(guard="tests/faults/test_faults.py::test_the_rank_the_cause_and_the_place_are_named")
+@pytest.mark.sweep(guard="tests/faults/test_faults.py::test_the_messages_of_the_page_are_those_of_runs")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", EVERY)
 def test_each_kind_under_each_strategy(kind, strategy, tmp_path):

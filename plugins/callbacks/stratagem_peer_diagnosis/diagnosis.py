@@ -68,7 +68,8 @@ def _look_around(
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
     seen = {} if evidence is None else read_all(evidence)
-    found = _by_evidence(run, seen, answers, doing) or finding(error, run, silent, gone, missing, mine, doing, seen)
+    found = _by_evidence(run, seen, answers, {run.rank: mine, **doing})
+    found = found or finding(error, run, silent, gone, missing, mine, doing, seen)
     # A timeout is first-hand news. A closed connection may be the work of a rank that is about to say more.
     if known := reports.read(AT_ONCE_S if found is not None and waited_s(error, run) else CAUSE_S):
         return known
