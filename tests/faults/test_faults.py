@@ -59,7 +59,9 @@ def test_the_messages_of_the_page_are_those_of_runs(kind, tmp_path):
 
     assert code != 0, text
     assert kinds.judge(kind, text, 3) == kinds.Judgement(rank=True, cause=True, place=True), text
-    found, _, _ = without_numbers(shown[OF_THE_PAGE.index(kind)]).rpartition("; ")  # a rank that is told has other advice
+    found, _, _ = without_numbers(shown[OF_THE_PAGE.index(kind)]).rpartition(
+        "; "
+    )  # a rank that is told has other advice
     assert found in without_numbers(text), text
 
 
