@@ -31,6 +31,7 @@ from stratagem.api.validators import more_than
 from stratagem.checkpoint.cpu_copies import as_gathered
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
+from stratagem_process_group.losses import check_reached
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -133,7 +134,9 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
                 before[parameter], parameter.grad = gradient, None
         if self._sender is None:
             run.differentiate(loss)
-            reached = _reached([parameter.grad is not None for parameter in parameters], run)
+            here = [parameter.grad is not None for parameter in parameters]
+            check_reached(any(here), run)
+            reached = _reached(here, run)
             self._average([p for p, some in zip(parameters, reached, strict=True) if some], run)
         else:
             self._average_during(loss, parameters, run)
@@ -147,6 +150,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         sender.begin(parameters)
         try:
             run.differentiate(loss)
+            check_reached(sender.has_any, run)
             averages, reached = sender.finish(lambda parameter: self._owners[parameter] == run.peers.rank)
             # A parameter may get a gradient after its bucket was sent, from another part of the graph.
             late = [parameter.grad is not None for parameter in parameters]
@@ -347,6 +351,11 @@ class _Sender:
         missing[index] -= 1
         while len(self._sent) < len(missing) and not missing[len(self._sent)]:
             self._send()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a gradient has come since `begin`."""
+        return bool(self._arrived)
 
     def _send(self) -> None:
         """Send the next bucket, and drop the gradients that it now contains."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratagem.errors import ConfigError
+from stratagem_process_group.losses import check_reached
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -26,12 +27,7 @@ _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad fo
 def check_complete(replica: DistributedDataParallel, run: RunContext) -> None:
     """Raise torch's error for parameters without a gradient now; torch raises it in the next step, if there is one."""
     replica._check_reducer_finalized()
-    if not run.manual and all(p.grad is None for p in trained(replica) if p.requires_grad):
-        raise ConfigError(
-            f"the loss of rank {run.rank} reaches no trainable parameter, and the other ranks wait for its gradients",
-            expected="a loss that depends on them",
-            do="return the usual loss multiplied by zero to skip a batch",
-        )
+    check_reached(any(p.grad is not None for p in trained(replica) if p.requires_grad), run)
 
 
 def explain(error: RuntimeError, replica: DistributedDataParallel, rank: int, loss: torch.Tensor | None = None) -> None:

@@ -48,6 +48,7 @@ from stratagem_deepspeed.partitioned_reads import PartitionedReads
 from stratagem_deepspeed.partitions import Partitions, check_not_compiled, partition
 from stratagem_deepspeed.zero_section import device_of
 from stratagem_process_group import group_options_after
+from stratagem_process_group.losses import check_reached
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -319,13 +320,15 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         wrapped: Any = module  # an EngineModule
         if wrapped.engine is None:
             raise ConfigError("backward was called and DeepSpeed has no optimizer", expected="one optimizer")
-        if not loss.requires_grad:
+        if loss.grad_fn is None:
             raise ConfigError(
                 f"the loss of rank {run.rank} reaches no trainable parameter",
                 expected="a loss that depends on at least one",
                 do="return the usual loss multiplied by zero to skip a batch",
             )
         wrapped.backward(loss)
+        if self.zero_stage == 0:  # the other stages compare which parameters got one
+            check_reached(any(parameter.grad is not None for parameter, _ in wrapped.dtypes), run)
         return True
 
     @hookimpl

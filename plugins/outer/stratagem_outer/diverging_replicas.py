@@ -161,6 +161,7 @@ class DivergingReplicas(Plugin):
         self._before_step(run)
         stepped = yield
         if not run.manual:
+            self._check_trained(run)
             self._count_step(run)
         return stepped
 
@@ -184,6 +185,16 @@ class DivergingReplicas(Plugin):
             with torch.no_grad():
                 self._sync(run)
             self._num_syncs += 1
+
+    def _check_trained(self, run: RunContext) -> None:
+        """Refuse a step of a replica in one process, which waits for no other, if no parameter had a gradient."""
+        alone = run.owns_loop and run.peers.world_size == 1
+        if alone and all(parameter.grad is None for parameter in self._trained.values() if parameter.requires_grad):
+            raise ConfigError(
+                f"the loss of rank {run.rank} reaches no trainable parameter, and its model is averaged with others",
+                expected="a loss that depends on them",
+                do="return the usual loss multiplied by zero to skip a batch",
+            )
 
     def _check_frozen(self) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]

@@ -27,6 +27,7 @@ from stratagem_parallel.same_batches import SameBatches
 from stratagem_parallel.sharded import POLICY, Sharding
 from stratagem_parallel.state import model_state, optimizer_state
 from stratagem_process_group import group_options_after
+from stratagem_process_group.losses import check_reached
 from stratagem_sharding.hooks import ShardingHooks, wrapped_earlier
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
@@ -284,14 +285,14 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
                 if self._sharding is not None:
                     self._sharding.reduce(module)
                 self._pipeline.sum_shared_gradients()
-                self._complete_gradients()
+                self._complete_gradients(run)
             return True
         if syncs:
             for averager in self._averagers:
                 averager.begin()
         with self._recomputing(), self._differentiated(loss, module, run):
             if syncs:
-                self._complete_gradients()
+                self._complete_gradients(run)
         return True
 
     @contextlib.contextmanager
@@ -333,8 +334,18 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
             assert run.module is not None, "it was wrapped"
             over.replicate(local(buffer) for buffer in run.module.buffers() if not buffer.is_meta)
 
-    def _complete_gradients(self) -> None:
-        """Wait for the averages, and complete the gradients of parameters that are cut. Collective."""
+    def _complete_gradients(self, run: RunContext) -> None:
+        """Wait for the averages, and complete the gradients of parameters that are cut. Collective.
+
+        Raises:
+            ConfigError: this rank has no gradient at all. That of some parameters may be missing, and counts as zero.
+        """
+        if self._expert is None and (self._pipeline is None or self._pipeline.has_loss):
+            # Under `expert` other ranks may have all gradients of a rank's loss.
+            trained = (p for p in reversed(self._parameters) if p.requires_grad and not p.is_meta)
+            first = next(trained, None)
+            some = first is None or first.grad is not None or any(p.grad is not None for p in trained)
+            check_reached(some, run)
         for averager in self._averagers:
             averager.finish()
         if not self._averagers:

@@ -204,6 +204,11 @@ class Pipeline:
 
     # --- Training ------------------------------------------------------------------------------------------------
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank's stage computes the loss."""
+        return self.rank == self.runner.last_rank
+
     def train(self, batch: Any, batch_idx: int, divisor: int) -> Any:
         """Run forward and backward of `batch`; return what `training_step` returns. Collective."""
         run, runner = self.run, self.runner
@@ -215,7 +220,7 @@ class Pipeline:
             self._check_hooks()
         self._check_same_batch(batch, key)
         forms = runner.learn_forms(key, lambda: step.capture(0))
-        if self.rank == runner.last_rank:
+        if self.has_loss:
             step.count_targets(forms[-1])
         runner.step(forms, step.capture, step.loss_of, self._weights)
         loss, entries, extras = self._results.exchange(*step.results(), self.among, runner.last_rank, run.device)
