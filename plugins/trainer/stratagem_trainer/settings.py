@@ -89,6 +89,8 @@ class TrainerSettings(RunSettings):
     fast_dev_run: bool | int = field(default=False, validator=at_least(0))
     #: Train on this many batches (int), or this share (float); the same batches in every epoch.
     overfit_batches: int | float = field(default=0, validator=batch_limit)
+    #: Callbacks that end a fit which has gone wrong; None trains on. "finite" is left out where it is not installed.
+    checks: Any = "finite"
     #: Raise an error at the operation that makes a gradient NaN; slow.
     detect_anomaly: bool = False
     #: Validate, test and predict under `torch.inference_mode` instead of `torch.no_grad`; not within a fit, nor with
@@ -110,7 +112,7 @@ class TrainerSettings(RunSettings):
         refuse_moved_callbacks([*stack.others, *stack.callbacks])
         if not self.barebones:
             stack.automatic = [
-                *automatic_callbacks(self, "trainer_callback"), *stack.automatic,
+                *automatic_callbacks(self, "trainer_callback"), *_checks(self, chooser), *stack.automatic,
                 *_environment_callbacks(self, stack.environment, chooser),
             ]  # fmt: skip
         check_switches(self, stack, listed)
@@ -184,6 +186,14 @@ def _environment_callbacks(settings: TrainerSettings, environment: Choice, choos
     return choices
 
 
+def _checks(settings: TrainerSettings, chooser: Chooser) -> list[Choice]:
+    """Return the callbacks that ``checks=`` selects, but for those that the user lists."""
+    if settings.checks == "auto" or "checks" not in settings.origins:
+        return automatic_callbacks(settings, "check")
+    chosen = chooser.many("callback", settings.checks, "checks")
+    return [each for each in chosen if each.entry is None or not is_listed(each.entry, settings.listed())]
+
+
 def _profiler(settings: TrainerSettings, chooser: Chooser) -> list[Choice]:
     """Return the callback that ``profiler=`` selects."""
     value = settings.profiler
@@ -234,10 +244,10 @@ def check_switches(settings: TrainerSettings, stack: Stack, listed: Sequence[Cho
             for choice in listed:
                 if choice.kind == "callback" and isinstance(choice.plugin, left_out):
                     raise _contradiction(settings, "barebones" if bare else switch, f"{choice} is listed")
-    if bare and "logger" in settings.origins and settings.logger not in (None, False):
-        raise _contradiction(
-            settings, "barebones", f"logger is {shown(settings.logger)} ({settings.origins['logger']})"
-        )
+    for name in ("logger", "checks"):
+        value = getattr(settings, name)
+        if bare and name in settings.origins and value not in (None, False):
+            raise _contradiction(settings, "barebones", f"{name} is {shown(value)} ({settings.origins[name]})")
     if stack.loggers and (bare or settings.logger is False):
         raise _contradiction(settings, "barebones" if bare else "logger", f"{stack.loggers[0]} is listed")
 

@@ -96,6 +96,7 @@ class Trainer(View):
         sync_batchnorm: bool = False,
         deterministic: bool | Literal["warn"] = False,
         float32_matmul_precision: Literal["highest", "high", "medium"] | None = None,
+        checks: NameOr[Callback] | Sequence[NameOr[Callback]] | None = "finite",
         detect_anomaly: bool = False,
         fast_dev_run: bool | int = False,
         overfit_batches: float = 0,

@@ -1,0 +1,153 @@
+"""Detect losses and gradients that are not finite, on the rank and in the batch where they appear."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from attrs import define, field
+
+from stratagem.api import hookimpl
+from stratagem.api.readback import Readback
+from stratagem.errors import ConfigError, StratagemError
+from stratagem_trainer.api import Callback
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
+
+#: Under a loss scale, whose steps are skipped where numbers overflow, so many such losses in a row are an error.
+_SCALED_LOSSES = 20
+
+#: The parameter whose gradient it is ("" is the loss), the batch, the epoch, and the steps before.
+_Place = tuple[str, int, int, int]
+
+
+@define(eq=False, kw_only=True)
+class Finite(Callback):
+    """Check that the loss of each rank is finite in each batch, on CPUs and CUDA, for which the host does not wait."""
+
+    #: Raise an error, which ends all ranks, or warn once.
+    action: Literal["error", "warn"] = "error"
+    #: Check the gradients of each rank before they are averaged, too: reads all of them once more in each backward.
+    #: Not with sharded parameters, nor with a loss scale, which lets gradients overflow.
+    gradients: bool = False
+
+    _watches: bool = field(init=False, default=False)
+    #: A loss is judged after its backward.
+    _is_late: bool = field(init=False, default=False)
+    #: Losses in a row that are not finite, and how many of them are an error.
+    _bad_losses: int = field(init=False, default=0)
+    _most: int = field(init=False, default=1)
+    #: Numbers on a GPU that are read next, and those on their way from there.
+    _waiting: list[tuple[_Place, torch.Tensor]] = field(init=False, factory=list)
+    _sent: tuple[list[_Place], Readback] | None = field(init=False, default=None)
+    _handles: list[Any] = field(init=False, factory=list)
+
+    @hookimpl
+    def on_train_start(self, trainer: TrainerView, module: torch.nn.Module, run: RunContext) -> None:
+        self._watches, self._bad_losses = not run.environment.simulated, 0
+        self._is_late = run.device.type != "cpu" or trainer.settings.detect_anomaly  # that names what backward computes
+        self._most = _SCALED_LOSSES if run.policy.loss_scaling else 1
+        if self.gradients and self._watches:
+            self._watch_gradients(trainer, module)
+
+    def _watch_gradients(self, trainer: TrainerView, module: torch.nn.Module) -> None:
+        run = trainer.run
+        if run.shards_parameters or run.policy.loss_scaling:
+            why = f"{run.title_of(run.strategy)} shards parameters"
+            raise ConfigError(
+                f"finite.gradients is True and {why if run.shards_parameters else 'a loss scale lets them overflow'}",
+                expected="False",
+            )
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(functools.partial(self._on_gradient, trainer, name)))
+
+    @hookimpl
+    def on_before_backward(self, trainer: TrainerView, loss: torch.Tensor) -> None:
+        if not self._watches:
+            return
+        if not self._is_late:
+            value = loss.item()
+            if self._bad_losses or not math.isfinite(value):
+                self._judge(trainer, _place(trainer), value)
+        elif loss.is_cpu or loss.is_cuda:
+            self._waiting.append((_place(trainer), loss.detach()))
+            if self._sent is None or self._sent[1].ready:
+                self._read(trainer)
+
+    @hookimpl
+    def on_train_end(self, trainer: TrainerView) -> None:
+        while self._sent is not None or self._waiting:
+            self._read(trainer)
+        self._stop()
+
+    @hookimpl
+    def on_exception(self) -> None:
+        self._stop()
+
+    def _on_gradient(self, trainer: TrainerView, name: str, gradient: torch.Tensor) -> None:
+        values: Any = gradient._values() if gradient.is_sparse else gradient.detach()
+        values = values.to_local() if hasattr(values, "to_local") else values
+        total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).abs()
+        if total.is_cuda:
+            self._waiting.append((_place(trainer, name), total))
+        else:
+            self._judge(trainer, _place(trainer, name), total.item())
+
+    def _read(self, trainer: TrainerView) -> None:
+        """Send what waits on the GPU, and judge what has arrived from there."""
+        sent, waiting = self._sent, self._waiting
+        numbers = {str(index): number for index, (_, number) in enumerate(waiting)}
+        self._sent, self._waiting = ([place for place, _ in waiting], Readback(numbers)) if waiting else None, []
+        if sent is not None:
+            for place, value in zip(sent[0], sent[1].numbers().values(), strict=True):
+                self._judge(trainer, place, value)
+
+    def _judge(self, trainer: TrainerView, place: _Place, value: float) -> None:
+        """Report `value` if it is not finite."""
+        name, batch_idx, epoch, step = place
+        if math.isfinite(value):
+            self._bad_losses = self._bad_losses if name else 0
+            return
+        self._bad_losses += not name
+        if not self._watches or not (name or self._bad_losses >= self._most):
+            return
+        what = f"the gradient of {name!r} is not finite on rank {{}}" if name else f"the loss of rank {{}} is {value}"
+        found = f"{what.format(trainer.global_rank)} in batch {batch_idx} of epoch {epoch}, after {step} steps, "
+        found += f"as in {self._most - 1} batches before it" if self._most > 1 else "for the first time in this fit"
+        do = "check that batch, and what training_step computes of it: detect_anomaly=True names the operation"
+        before_step = not (name or self._is_late)
+        if before_step and not trainer.run.shards_parameters and (bad := _bad_parameter(trainer.module)):
+            found += f"; the parameter {bad!r} is not finite either"
+            do = (
+                "lower the learning rate, or set gradient_clip_val: "
+                'checks={"name": "finite", "gradients": True} names the gradient'
+            )
+        if self.action == "error":
+            raise StratagemError(found, expected="finite numbers", do=f"{do}; checks=None trains on")
+        self._watches = False
+        warnings.warn(f"{found}; {do}", stacklevel=2)
+
+    def _stop(self) -> None:
+        self._watches, self._sent, self._waiting = False, None, []
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _place(trainer: TrainerView, name: str = "") -> _Place:
+    position = trainer.position
+    return name, position.batches_done, position.epoch, position.global_step
+
+
+def _bad_parameter(module: torch.nn.Module) -> str | None:
+    """Return the name of the first parameter that is not finite on this rank."""
+    for name, parameter in module.named_parameters():
+        value: Any = parameter.detach()
+        if not (value.to_local() if hasattr(value, "to_local") else value).isfinite().all():
+            return name
+    return None
