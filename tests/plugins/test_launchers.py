@@ -368,7 +368,9 @@ def test_an_error_of_ours_keeps_its_class():
 def test_a_killed_process_is_named():
     trainer, loader = forked(joined_batches(10, 16))
 
-    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL and left no error report"):
+    with pytest.raises(
+        LaunchError, match="rank 1 was killed by SIGKILL in training_step at step 2, batch 2; check the kernel log"
+    ):
         trainer.fit(Failing(1, kill_self), loader)
 
 

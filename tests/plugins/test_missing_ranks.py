@@ -125,7 +125,9 @@ def test_a_rank_that_leaves_out_a_collective_is_named(names):
                 "ConfigError: barrier() was called on rank 0 and on 1 of 2 ranks, not on rank 1;"
             )
             continue
-        assert sentence.startswith("PeerError: rank 0 has heard nothing from rank 1 ("), (name, sentence)
+        # What Python code of torch sends was recorded; small messages of the run, and what C++ sends, were not.
+        beginnings = ("PeerError: rank 0 has heard nothing from rank 1 (", "PeerError: rank 1 did not call ")
+        assert sentence.startswith(beginnings), (name, sentence)
         assert "rank 1 is in test_missing_ranks.py:" in sentence, (name, sentence)
         assert "(_elsewhere)" in sentence
         if name in CALLS and not name.endswith("_async"):

@@ -102,13 +102,19 @@ class Recorder:
         name, place = group.group_name, (id(frame.f_code), frame.f_lasti)
         key = (place, name, op) if tensor is None else (place, name, op, tensor.numel(), tensor.dtype)
         if not self._ring.begin(key):
-            with self._lock:
-                label, ranks = self._names.get(name) or self._name(name, group)
-                self._codes.append(frame.f_code)  # while it lives no other code has its id
-                size = None if tensor is None or not _are_equal(parts, tensor) else tensor.numel()
-                dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+            self._add_site(key, frame, op, group, tensor, parts)
+            self._ring.begin(key)
+
+    def _add_site(self, key: Any, frame: FrameType, op: str, group: Any, tensor: Any, parts: Any) -> None:
+        with self._lock:
+            label, ranks = self._names.get(group.group_name) or self._name(group.group_name, group)
+            self._codes.append(frame.f_code)  # while it lives no other code has its id
+            size = None if tensor is None or not _are_equal(parts, tensor) else tensor.numel()
+            dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+            try:
                 self._ring.add_site(key, Site(op, label, ranks, size, dtype, _place(frame)))
-                self._ring.begin(key)
+            except OSError:  # a full disk: training goes on without evidence
+                Recorder.active = None
 
     def _name(self, name: str, group: Any) -> tuple[str, tuple[int, ...]]:
         """Return the same name for a group on all of its ranks, and these; torch's name may differ on them.
