@@ -143,13 +143,34 @@ trainer().fit(Large(), loader())
 """),
     ],
     "The loss is nan": [
-        (2, """
+        (1, """
 class Diverges(Net):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e30)
 
 trainer(max_epochs=3).fit(Diverges(), loader())
-trainer(max_epochs=3, callbacks={"name": "early_stopping", "monitor": "train_loss"}).fit(Diverges(), loader())
+"""),
+        (2, """
+class Gradient(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            loss = loss + 0 * sum((0 * parameter).sqrt().sum() for parameter in self.parameters())
+        return loss
+
+for checks in ("finite", {"name": "finite", "gradients": True}):
+    try:
+        trainer(checks=checks).fit(Gradient(), loader())
+    except sg.StratagemError as error:
+        print(error)
+"""),
+        (1, """
+class Diverges(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e30)
+
+options = {"callbacks": {"name": "early_stopping", "monitor": "train_loss"}, "checks": None}
+trainer(max_epochs=3, **options).fit(Diverges(), loader())
 """),
         (1, """
 class Root(Net):
@@ -157,6 +178,17 @@ class Root(Net):
         return (super().training_step(batch, batch_idx) - 100).sqrt()
 
 trainer(detect_anomaly=True).fit(Root(), loader())
+"""),
+    ],
+    "Ranks train different models": [
+        (1, """
+class Writes(Net):
+    def on_before_zero_grad(self, optimizer):
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 1:
+            with torch.no_grad():
+                next(self.parameters()).add_(1.0)
+
+trainer(strategy="ddp", devices=2, checks={"name": "replicas", "every_n_steps": 1}).fit(Writes(), loader())
 """),
     ],
     "The loss differs between strategies": [

@@ -14,6 +14,8 @@ from stratagem.errors import ConfigError, StratagemError
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
     from stratagem.api import RunContext
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 #: A parameter by its name, and which part of it, counted along each axis of the mesh that cuts it.
 _Part = tuple[str, tuple[int, ...]]
 _ABSENT = torch.iinfo(torch.int64).min
+#: A prime, so that rows of matrices do not lie in the same columns.
+_COLUMNS = 251
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,7 +68,7 @@ class Replicas(Callback):
         parts = _parts(module)
         if list(parts) != self._mine:
             self._mine, self._shared = list(parts), _held_by_several(list(parts), run)
-        sums = dict(zip(parts, torch.stack([*map(_bit_sum, parts.values())]).tolist(), strict=True)) if parts else {}
+        sums = dict(zip(parts, _fingerprints(parts.values()), strict=True))
         mine = [(sums[part], -sums[part]) if part in sums else (_ABSENT, _ABSENT) for part in self._shared]
         found = run.peers.all_reduce(torch.tensor(mine, dtype=torch.int64), "max").tolist()
         for part, (most, least) in zip(self._shared, found, strict=True):
@@ -111,7 +115,22 @@ def _held_by_several(parts: list[_Part], run: RunContext) -> list[_Part]:
     return shared
 
 
-def _bit_sum(value: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of all elements of `value`, as integers: equal for equal values, in any order."""
+def _fingerprints(values: Iterable[torch.Tensor]) -> list[int]:
+    """Return a number for each of `values` that equal bits give, in whatever order they are added.
+
+    Opposite changes of two elements do not cancel out: bits are added in columns, each of which has a weight.
+    """
+    columns = [_column_sums(value) for value in values]
+    weights = torch.randint(2**62, (_COLUMNS,), generator=torch.Generator().manual_seed(0))
+    numbers: list[int] = (torch.stack(columns).cpu() * weights).sum(1).tolist() if columns else []
+    return numbers
+
+
+def _column_sums(value: torch.Tensor) -> torch.Tensor:
+    """Return the bits of all elements of `value` as integers, added in columns: (_COLUMNS,) int64."""
     value = torch.view_as_real(value) if value.is_complex() else value
-    return value.view(_INTEGERS[value.dtype.itemsize]).sum(dtype=torch.int64)
+    bits = value.reshape(-1).view(_INTEGERS[value.dtype.itemsize])
+    rest = len(bits) % _COLUMNS
+    sums = bits[: len(bits) - rest].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    sums[:rest] += bits[len(bits) - rest :]
+    return sums
