@@ -226,7 +226,7 @@ def test_one_rank_asks_for_all(tmp_path):
 
 
 def test_no_environments_callback_where_the_user_switches_it_off_or_it_is_not_installed(monkeypatch):
-    of_every_fit = ["ending", "hints", "interruption", "peer_diagnosis"]
+    of_every_fit = ["ending", "hints", "interruption", "finite", "peer_diagnosis"]
     assert [choice.name for choice in trainer(Scheduled(adds=[])).run.stack.automatic] == of_every_fit
     assert [choice.name for choice in trainer().run.stack.automatic] == [*of_every_fit, "preemption"]
     assert [choice.name for choice in trainer(callbacks=["preemption"]).run.stack.automatic] == of_every_fit
