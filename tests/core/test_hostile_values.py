@@ -35,6 +35,7 @@ ACCEPTED = {name: {"True"} for name in SWITCHES} | {
     "num_sanity_val_steps": {"-1"},  # all
     "logger": {"True", "[]"},  # the default one; none
     "callbacks": {"[]"},  # none
+    "checks": {"[]"},  # none
     "plugins": {"[]"},
     "comm_hook": {"[]"},
     "profiler": {"[]"},

@@ -315,8 +315,10 @@ def test_callbacks_of_every_run_are_recorded_and_compared_between_ranks_alone(tm
     monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "peer_diagnosis")
     other = sg.Trainer(max_epochs=1, **QUIET, lock=tmp_path / "run.lock").run
 
-    assert [plugin["name"] for plugin in locked["automatic"]] == ["ending", "hints", "interruption", "peer_diagnosis"]
-    assert [choice.name for choice in other.stack.automatic] == ["ending", "hints", "interruption"]
+    assert [plugin["name"] for plugin in locked["automatic"]] == [
+        "ending", "hints", "interruption", "finite", "peer_diagnosis",
+    ]  # fmt: skip
+    assert [choice.name for choice in other.stack.automatic] == ["ending", "hints", "interruption", "finite"]
     here = description.facts(other.stack, other.settings)
     monkeypatch.delenv("STRATAGEM_DISABLE_PLUGINS")
     run = sg.Trainer(max_epochs=1, **QUIET).run

@@ -164,19 +164,19 @@ for checks in ("finite", {"name": "finite", "gradients": True}):
         print(error)
 """),
         (1, """
+class Root(Net):
+    def training_step(self, batch, batch_idx):
+        return (super().training_step(batch, batch_idx) - 100).sqrt()
+
+trainer(detect_anomaly=True).fit(Root(), loader())
+"""),
+        (1, """
 class Diverges(Net):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e30)
 
 options = {"callbacks": {"name": "early_stopping", "monitor": "train_loss"}, "checks": None}
 trainer(max_epochs=3, **options).fit(Diverges(), loader())
-"""),
-        (1, """
-class Root(Net):
-    def training_step(self, batch, batch_idx):
-        return (super().training_step(batch, batch_idx) - 100).sqrt()
-
-trainer(detect_anomaly=True).fit(Root(), loader())
 """),
     ],
     "Ranks train different models": [

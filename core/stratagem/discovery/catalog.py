@@ -25,7 +25,7 @@ def default(role: str) -> str:
 
 
 def automatic(group: str) -> list[str]:
-    """Return the names of the callbacks of every run ("callback"), or of every fit ("trainer_callback")."""
+    """Return the names of the callbacks of every run ("callback"), of every fit ("trainer_callback", "check")."""
     return list(_catalog()["automatic"][group])
 
 
