@@ -157,6 +157,7 @@ def test_a_listed_callback_takes_the_place_of_the_check():
     assert names(checks="finite", callbacks=Finite(action="warn")) == [("finite", "warn")]
     assert names(callbacks={"name": "finite", "action": "warn"}) == [("finite", "warn")]
     assert names(checks=()) == []
+    assert sg.Trainer.from_cli(["--checks", "null", "--accelerator", "cpu"]).settings.checks is None
 
 
 def test_arguments_that_contradict_are_refused():

@@ -186,7 +186,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
             f"{layer.origin} sets {name!r}, which is not an argument", expected="an argument of the Trainer",
             do=moved_argument(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
-    if layer.text and (name in registry.arguments() or name in ("plugins", "profiler")):
+    if layer.text and (name in registry.arguments() or name in ("plugins", "profiler", "checks")):
         return parse_choice(value)
     try:
         return convert_options(cls, {name: value}, "", text=layer.text)[name]
