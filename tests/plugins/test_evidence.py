@@ -91,6 +91,17 @@ def test_collectives_are_recorded_however_they_are_called(tmp_path):
     assert known[0].runs is False
 
 
+def test_a_faulthandler_of_somebody_else_stays_as_it_is(tmp_path):
+    program = (
+        "import faulthandler, sys; from pathlib import Path; from stratagem_evidence import Recorder; "
+        "Recorder.start(Path(sys.argv[1]), 0, ('next batch',)).stop(keep=False); print(faulthandler.is_enabled())"
+    )
+    words = [sys.executable, "-X", "faulthandler", "-c", program, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "True\n"
+
+
 # --- The rules ---------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +228,7 @@ from stratagem_evidence import Recorder
 from stratagem_peer_diagnosis.last_words import LastWords
 
 recorder = Recorder.start(Path(sys.argv[1]), 0, ("next batch",))
-words = LastWords.listen(recorder, 2)
+words = LastWords.listen(recorder)
 """
 
 

@@ -15,9 +15,9 @@ from stratagem_evidence.folder import EVIDENCE_VARIABLE, delete_evidence, eviden
 from stratagem_evidence.kept import clear, keep, read_kept
 from stratagem_evidence.rank_evidence import RankEvidence, ask_for_stacks, read_all
 from stratagem_evidence.recorder import Recorder
-from stratagem_evidence.rules import Verdict, last_seen, verdict
+from stratagem_evidence.rules import Verdict, by_group, it_was, verdict
 
 __all__ = [
-    "EVIDENCE_VARIABLE", "RankEvidence", "Recorder", "Verdict", "ask_for_stacks", "clear", "delete_evidence",
-    "evidence_folder", "keep", "last_seen", "read_all", "read_kept", "verdict",
+    "EVIDENCE_VARIABLE", "RankEvidence", "Recorder", "Verdict", "ask_for_stacks", "by_group", "clear",
+    "delete_evidence", "evidence_folder", "it_was", "keep", "read_all", "read_kept", "verdict",
 ]  # fmt: skip

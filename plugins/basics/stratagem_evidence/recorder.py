@@ -43,6 +43,8 @@ class Recorder:
         self._names: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._codes: list[CodeType] = []
         self._stack: TextIOWrapper | None = None
+        #: Whether fatal signals write to this file.
+        self._enabled = False
         self.enter, self.mark = self._ring.enter, self._ring.mark
 
     @classmethod
@@ -66,7 +68,8 @@ class Recorder:
     def _write_stacks(self) -> None:
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._stack = (self.folder / f"{self.rank}.stack").open("w")
-            if not faulthandler.is_enabled():  # someone wants to see the stack elsewhere
+            self._enabled = not faulthandler.is_enabled()  # otherwise someone wants to see the stack elsewhere
+            if self._enabled:
                 faulthandler.enable(self._stack)
             if ASK_FOR_STACK is not None:
                 faulthandler.register(ASK_FOR_STACK, self._stack)
@@ -78,7 +81,8 @@ class Recorder:
         if self._stack is not None:
             if ASK_FOR_STACK is not None:
                 faulthandler.unregister(ASK_FOR_STACK)
-            faulthandler.disable()
+            if self._enabled:
+                faulthandler.disable()
             self._stack.close()
         self._ring.close()
         if not keep:

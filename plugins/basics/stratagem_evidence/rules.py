@@ -58,7 +58,7 @@ def verdict(known: Mapping[int, RankEvidence], rules: tuple[str, ...] = ()) -> V
 
 
 def _differ(known: Mapping[int, RankEvidence]) -> Verdict | None:
-    begun = _by_group(known)
+    begun = by_group(known)
     first: tuple[float, str, int] | None = None
     for group, ranks in begun.items():
         for number in _shared(ranks):
@@ -98,7 +98,7 @@ def _signature(records: Mapping[int, Record], number: int) -> object:
     return records[number].site.signature if number in records else None
 
 
-def _by_group(known: Mapping[int, RankEvidence]) -> dict[str, dict[int, dict[int, Record]]]:
+def by_group(known: Mapping[int, RankEvidence]) -> dict[str, dict[int, dict[int, Record]]]:
     """Return the collectives by group, rank and number; a rank that began none of a group has an empty mapping."""
     groups: dict[str, dict[int, dict[int, Record]]] = {}
     for told in known.values():
@@ -154,7 +154,7 @@ def _deadlock(known: Mapping[int, RankEvidence]) -> Verdict | None:
 
 def _waits(known: Mapping[int, RankEvidence]) -> dict[int, tuple[Site, set[int]]]:
     """Return the last collective of each rank that waits in it, and for which ranks: also those that are not known."""
-    begun, waits = _by_group(known), dict[int, tuple[Site, set[int]]]()
+    begun, waits = by_group(known), dict[int, tuple[Site, set[int]]]()
     for told in known.values():
         if told.records:
             last = told.records[-1]
@@ -212,13 +212,18 @@ def _state(told: RankEvidence) -> str:
     """Tell how the process ended, or what it does, where, and what it did before."""
     code, rank = told.ending, told.rank
     if told.is_gone and code is None:
-        how = "called sys.exit" if told.called_exit else "is gone"
-        return f"rank {rank} {how}{last_seen(told).replace(' in ', '; it was in ', 1)}"
+        return f"rank {rank} {'called sys.exit' if told.called_exit else 'is gone'}{it_was(told)}"
     if code is None or told.is_echo:
         return f"rank {rank} {'was' if told.is_echo else 'is'}{last_seen(told)}"
     if code < 0:
         return f"rank {rank} was killed by {signal.Signals(-code).name}{last_seen(told)}"
     return f"rank {rank} {_EXITS.get(code, f'exited with code {code} and left no error report')}{last_seen(told)}"
+
+
+def it_was(told: RankEvidence) -> str:
+    """Tell what a process that is gone did last, as the end of a sentence about it."""
+    seen = last_seen(told)
+    return f"; it was{seen}" if seen else ""
 
 
 def last_seen(told: RankEvidence) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 
 from stratagem_evidence import RankEvidence
-from stratagem_postmortem.tables import doing, ending
+from stratagem_postmortem.tables import rows
 
 #: Pixels: the timeline's width, a row's height, the width of the names.
 _WIDTH, _ROW, _NAMES = 960, 34, 80
@@ -40,10 +40,8 @@ def _parts(sentence: str, known: Mapping[int, RankEvidence]) -> Iterator[str]:
     yield "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     yield f"<style>{_STYLE}</style><h1>{escape(sentence or 'The evidence does not tell why this run ended')}</h1>"
     yield '<div class="scroll"><table><tr><th>rank<th>process<th>ended<th>step<th>batch<th>was in</tr>'
-    for rank, each in sorted(known.items()):
-        step, batch = (each.phase.step, each.phase.batch) if each.phase else ("", "")
-        cells = (rank, each.process, ending(each), step, batch, doing(each))
-        yield f"<tr>{''.join(f'<td>{escape(str(cell))}' for cell in cells)}</tr>"
+    for cells in rows(known):
+        yield f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
     yield "</table></div>"
     yield from _timeline(known)
 

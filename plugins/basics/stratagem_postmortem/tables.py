@@ -8,7 +8,8 @@ from typing import Any
 
 from attrs import asdict
 
-from stratagem_evidence import RankEvidence
+from stratagem_evidence import RankEvidence, by_group
+from stratagem_evidence.ring import Record
 
 
 def as_data(sentence: str, known: Mapping[int, RankEvidence]) -> dict[str, Any]:
@@ -21,15 +22,23 @@ def lines_of(sentence: str, known: Mapping[int, RankEvidence], last: int) -> Ite
     yield sentence or "the evidence does not tell which rank made this run end"
     yield ""
     yield f"{'rank':<6}{'process':<10}{'ended':<26}{'step':>8}{'batch':>8}  was in"
-    for rank, each in sorted(known.items()):
-        step, batch = (f"{each.phase.step}", f"{each.phase.batch}") if each.phase else ("", "")
-        yield f"{rank:<6}{each.process:<10}{ending(each):<26}{step:>8}{batch:>8}  {doing(each)}"
-    for group in sorted({record.site.group for each in known.values() for record in each.records}):
+    for rank, process, ended, step, batch, place in rows(known):
+        yield f"{rank:<6}{process:<10}{ended:<26}{step:>8}{batch:>8}  {place}"
+    for group, begun in sorted(by_group(known).items()):
         yield ""
-        yield from _side_by_side(group, known, last)
+        yield f"collectives of ranks {group.partition('#')[0]}"
+        yield from _side_by_side(begun, last)
 
 
-def ending(told: RankEvidence) -> str:
+def rows(known: Mapping[int, RankEvidence]) -> Iterator[tuple[str, ...]]:
+    """Yield rank, process, how it ended, step, batch, and the user's line or else the phase in which it was."""
+    for rank, told in sorted(known.items()):
+        step, batch = (told.phase.step, told.phase.batch) if told.phase else ("", "")
+        place = told.place or (told.phase.name if told.phase else "")
+        yield str(rank), str(told.process), _ending(told), str(step), str(batch), place
+
+
+def _ending(told: RankEvidence) -> str:
     """Return how a process ended, in a few words."""
     code = told.ending
     if code is not None:
@@ -39,24 +48,11 @@ def ending(told: RankEvidence) -> str:
     return "stopped" if told.is_stopped else "runs" if told.runs else "was ended"
 
 
-def doing(told: RankEvidence) -> str:
-    """Return the user's line or else the phase in which a process was."""
-    return told.place or (told.phase.name if told.phase else "")
-
-
-def _side_by_side(group: str, known: Mapping[int, RankEvidence], last: int) -> Iterator[str]:
-    begun = {
-        rank: {record.number: str(record.site) for record in each.records if record.site.group == group}
-        for rank, each in sorted(known.items())
-    }
-    begun = {
-        rank: records for rank, records in begun.items() if records or str(rank) in group.partition("#")[0].split(",")
-    }
-    yield f"collectives of ranks {group.partition('#')[0]}"
+def _side_by_side(begun: Mapping[int, Mapping[int, Record]], last: int) -> Iterator[str]:
     newest = max(max(records, default=0) for records in begun.values())
     for number in range(max(0, newest - last + 1), newest + 1):
-        texts = {rank: records.get(number, "-") for rank, records in begun.items()}
+        texts = {rank: str(records[number].site) if number in records else "-" for rank, records in begun.items()}
         if len(set(texts.values())) == 1:
             yield f"{number:>8}  all: {next(iter(texts.values()))}"
         else:
-            yield from (f"{number:>8}  rank {rank}: {text}" for rank, text in texts.items())
+            yield from (f"{number:>8}  rank {rank}: {text}" for rank, text in sorted(texts.items()))

@@ -69,7 +69,7 @@ class PeerDiagnosis(Callback):
         if self.recorder is not None and folder != os.environ.get(EVIDENCE_VARIABLE):
             from stratagem_peer_diagnosis.last_words import LastWords
 
-            self.last_words = LastWords.listen(self.recorder, run.world_size)
+            self.last_words = LastWords.listen(self.recorder)
 
     # --- What this rank does: a record takes a fraction of a microsecond ---------------------------------------------
 

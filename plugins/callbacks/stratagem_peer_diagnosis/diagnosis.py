@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.call_site import where
 from stratagem.errors import PeerError
-from stratagem_evidence import last_seen, read_all, verdict
+from stratagem_evidence import it_was, read_all, verdict
 from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, CAUSE_S, FailureReports
 
 if TYPE_CHECKING:
@@ -157,8 +157,7 @@ def _are_gone(gone: list[Peer]) -> str:
 
 def _before(gone: list[Peer], seen: Mapping[int, RankEvidence]) -> str:
     """Tell what one rank that is gone did last, if its files do."""
-    told = last_seen(seen[gone[0].rank]) if len(gone) == 1 and gone[0].rank in seen else ""
-    return f"; it was{told}" if told else ""
+    return it_was(seen[gone[0].rank]) if len(gone) == 1 and gone[0].rank in seen else ""
 
 
 def _names(peers: list[Peer]) -> str:

@@ -32,8 +32,8 @@ _MARK_S = 0.3
 class LastWords:
     """Listens for SIGTERM until it is closed."""
 
-    def __init__(self, recorder: Recorder, world_size: int) -> None:
-        self._recorder, self._world_size = recorder, world_size
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._is_closed = False
@@ -43,10 +43,10 @@ class LastWords:
         threading.Thread(target=self._listen, daemon=True, name="stratagem-last-words").start()
 
     @classmethod
-    def listen(cls, recorder: Recorder, world_size: int) -> LastWords | None:
+    def listen(cls, recorder: Recorder) -> LastWords | None:
         """Listen from now on; return None where somebody else handles the signal, or outside of the main thread."""
         in_main = threading.current_thread() is threading.main_thread()
-        return cls(recorder, world_size) if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
+        return cls(recorder) if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
 
     def close(self) -> None:
         """Leave the signal to whoever had it before. Safe to call in any thread: only the main one can."""
