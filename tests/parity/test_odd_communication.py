@@ -153,7 +153,7 @@ class Constant(sg.Module):
 def _accounts(rank, world_size, strategy, precision, sick):
     hook = {"name": "topk", "ratio": 0.1}
     trainer = sg.Trainer(
-        strategy=strategy, comm_hook=hook, precision=precision, devices=world_size, max_epochs=1, checks=None, **QUIET
+        strategy=strategy, comm_hook=hook, precision=precision, devices=world_size, max_epochs=1, **QUIET
     )
     module = Constant(sick)
     trainer.fit(module, [torch.zeros(1)] * 40)

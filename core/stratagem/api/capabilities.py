@@ -47,6 +47,8 @@ CUSTOM_STEP: Final = "custom-step"
 CUSTOM_CLIPPING: Final = "custom-clipping"
 #: The loss is scaled so that 16-bit gradients do not vanish; overflowing steps are skipped.
 LOSS_SCALING: Final = "loss-scaling"
+#: A step whose averaged gradients are not finite is skipped, or an error of this plugin's.
+CHECKS_GRADIENTS: Final = "checks-gradients"
 #: Gradients are computed in 16 bits: compressing them to 16 bits has no effect.
 SIXTEEN_BIT_GRADIENTS: Final = "16-bit-gradients"
 #: Compiles the model: a strategy that calls the model in a way that cannot be compiled conflicts with it.

@@ -211,9 +211,11 @@ class RunContext(Protocol):
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded over the ranks, so that every forward needs all ranks."""
 
-    @property
-    def compiles(self) -> bool:
-        """Whether a plugin compiles the model: what wraps a forward is compiled with it, and hooks are not."""
+    def provides(self, word: str) -> bool:
+        """Whether a plugin of the run provides the capability `word`.
+
+        With ``"compilation"`` a plugin compiles the model: what wraps a forward is compiled with it, and hooks are not.
+        """
 
     def name_of(self, plugin: Any) -> str:
         """Return the name by which `plugin` was chosen."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.capabilities import COMPILATION, SHARDED_PARAMETERS, Capabilities
+from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
 from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Plugin, Strategy
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
@@ -179,11 +179,10 @@ class Context:
         """Whether parameters are sharded over the ranks, so that every forward needs all ranks."""
         return SHARDED_PARAMETERS in self.stack.strategy.capabilities.provides
 
-    @property
-    def compiles(self) -> bool:
-        """Whether a plugin compiles the model."""
+    def provides(self, word: str) -> bool:
+        """Whether a plugin of the run provides a capability."""
         every = (getattr(choice.plugin, "capabilities", Capabilities()) for choice in self.stack.active())
-        return any(COMPILATION in each.provides for each in every)
+        return any(word in each.provides for each in every)
 
     @property
     def num_processes(self) -> int:

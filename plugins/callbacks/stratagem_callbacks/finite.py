@@ -11,6 +11,7 @@ import torch
 from attrs import define, field
 
 from stratagem.api import hookimpl
+from stratagem.api.capabilities import CHECKS_GRADIENTS
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_trainer.api import Callback
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from stratagem.api import RunContext
     from stratagem_trainer.api import TrainerView
 
-#: Under a loss scale, whose steps are skipped where numbers overflow, so many such losses in a row are an error.
-_SCALED_LOSSES = 20
+#: Where a loss scale or a comm hook skips steps whose numbers overflow, so many such losses in a row are an error.
+_SKIPPED_LOSSES = 20
 
 #: The parameter whose gradient it is ("" is the loss), the batch, the epoch, and the steps before.
 _Place = tuple[str, int, int, int]
@@ -50,8 +51,9 @@ class Finite(Callback):
     @hookimpl
     def on_train_start(self, trainer: TrainerView, module: torch.nn.Module, run: RunContext) -> None:
         self._watches, self._bad_losses = not run.environment.simulated, 0
-        self._is_late = run.device.type != "cpu" or trainer.settings.detect_anomaly  # that names what backward computes
-        self._most = _SCALED_LOSSES if run.policy.loss_scaling else 1
+        # With detect_anomaly the backward names the operation.
+        self._is_late = run.device != torch.device("cpu") or trainer.settings.detect_anomaly
+        self._most = _SKIPPED_LOSSES if run.policy.loss_scaling or run.provides(CHECKS_GRADIENTS) else 1
         if self.gradients and self._watches:
             self._watch_gradients(trainer, module)
 

@@ -11,7 +11,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem.api import CommHook, hookimpl
+from stratagem.api import GRADIENT_BUCKETS, Capabilities, CommHook, hookimpl
+from stratagem.api.capabilities import CHECKS_GRADIENTS
 from stratagem.api.per_run import PerRun
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
@@ -57,6 +58,7 @@ class FiniteChecks:
 class LossyHook(CommHook):
     """A hook that checks the averages it returns (`check`). All ranks have the same ones, so all decide the same."""
 
+    capabilities = Capabilities(requires={GRADIENT_BUCKETS}, provides={CHECKS_GRADIENTS})
     #: What to do when averaged gradients are not finite: "skip" skips the step, counts it and warns once; "error" ends
     #: the run. With loss scaling the precision plugin decides instead.
     nonfinite: Literal["skip", "error"] = "skip"

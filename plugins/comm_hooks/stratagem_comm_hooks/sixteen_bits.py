@@ -8,6 +8,7 @@ import torch
 from attrs import define
 
 from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, hookimpl
+from stratagem.api.capabilities import CHECKS_GRADIENTS
 from stratagem_comm_hooks.error_feedback import as_real
 from stratagem_comm_hooks.lossy import LossyHook
 
@@ -23,7 +24,9 @@ class _Compress(LossyHook):
 
     dtype: ClassVar[torch.dtype]
     single_message = True
-    capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
+    capabilities = Capabilities(
+        requires={GRADIENT_BUCKETS}, provides={CHECKS_GRADIENTS}, conflicts={SIXTEEN_BIT_GRADIENTS}
+    )
 
     @hookimpl
     def reduce_bucket(self, bucket: Bucket, run: RunContext) -> Generator[Any, Any, torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 from attrs import define
 from torch import nn
 
-from stratagem.api import hookimpl
+from stratagem.api import COMPILATION, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
 from stratagem_trainer.api import Callback
 from stratagem_transforms.wrap_policy import check_policy, select
@@ -62,7 +62,7 @@ class ActivationCheckpointing(Callback):
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         if run.stage == "train":
-            recompute(module, self.policy, self.mode, compiles=run.compiles)
+            recompute(module, self.policy, self.mode, compiles=run.provides(COMPILATION))
 
 
 def read(wanted: Any) -> tuple[Any, str]:

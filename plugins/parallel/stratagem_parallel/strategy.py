@@ -9,7 +9,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from stratagem.api import hookimpl
+from stratagem.api import COMPILATION, hookimpl
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem.errors import ConfigError
@@ -176,7 +176,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         """Cut the layers of the plan over the axis `tensor`. Collective."""
         over, mesh, tensor = self._groups.over("tensor"), self._device_mesh["tensor"], on_demand.tensor()
         user: Any = module.get_submodule("module")
-        if module.compiles_steps and not run.compiles:
+        if module.compiles_steps and not run.provides(COMPILATION):
             raise ConfigError(
                 "strategy.parallel.tensor cuts layers, and the model was given as torch.compile(model)",
                 expected="a model that the run compiles",
@@ -190,7 +190,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
 
     def _connect_layers(self, user: nn.Module, run: RunContext) -> None:
         if self._mesh.size("tensor") > 1:
-            on_demand.tensor().connect(user, self._groups.over("tensor"), traced=run.compiles)
+            on_demand.tensor().connect(user, self._groups.over("tensor"), traced=run.provides(COMPILATION))
 
     def _share_random_numbers(self, run: RunContext) -> None:
         """Give ranks that read the same samples the same random numbers. Collective."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
+from stratagem.api import COMPILATION
 from stratagem_plan.allocator import LIBRARY_BYTES
 from stratagem_plan.plan_file import SCHEMA, RankClass, structure, totals
 
@@ -41,7 +42,7 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
         assumptions.append("experts get as many tokens on each rank")
     if run.mesh.size("pipeline") > 1:
         assumptions.append("of stages with equal layers the first is planned, which holds most activations")
-    if run.compiles:
+    if run.provides(COMPILATION):
         assumptions.append("the model is not compiled: a compiled one holds less, and computes fewer operations")
     return {
         "schema": SCHEMA,
