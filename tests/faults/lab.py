@@ -26,7 +26,7 @@ from stratagem.callbacks import ModelCheckpoint
 
 kind, strategy, launcher, folder = sys.argv[1], sys.argv[2], sys.argv[4], sys.argv[6]
 world_size, timeout_s = int(sys.argv[3]), float(sys.argv[5])
-BAD = 0 if kind == "rank_0_killed" else 1
+BAD = 0 if kind.startswith("rank_0_") else 1
 SAVES = ("stuck_save", "error_in_save")
 VALIDATES = ("error_in_validation", "stuck_validation", "collective_in_validation")
 WORKERS = ("error_in_worker", "killed_worker", "slow_loader")
@@ -132,6 +132,9 @@ class Model(sg.Module):
     def alone(self) -> None:
         if kind in ("killed", "rank_0_killed"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "rank_0_terminated":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
         if kind == "exit_0":
             os._exit(0)
         if kind == "exit_3":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,8 +92,21 @@ def test_each_kind_under_torchrun(kind, tmp_path):
     check(kind, "ddp", 3, "torchrun", tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["skip", "rank_0_killed"])
+def test_the_end_of_the_rank_that_launched_the_others_is_told(kind, tmp_path):
+    check(kind, "ddp", 3, "subprocess", tmp_path)
+
+
+def test_nothing_is_told_of_a_signal_that_was_meant_to_end_the_run(tmp_path):
+    code, text = run("rank_0_terminated", "ddp", 2, "subprocess", tmp_path)
+
+    assert code == -signal.SIGTERM
+    assert "stratagem:" not in text
+    assert list(tmp_path.glob("stratagem-*")) == []
+
+
 def test_a_run_that_ends_well_leaves_no_file(tmp_path):
-    for launcher in ("fork", "torchrun"):
+    for launcher in ("fork", "subprocess", "torchrun"):
         code, text = run("none", "ddp", 2, launcher, tmp_path)
 
         assert code == 0, text

@@ -175,6 +175,13 @@ CASES = {
         "ended", (2,), of(told(0, is_echo=True), told(1, is_echo=True), told(2, ending=0)),
         "rank 2 exited with code 0 before its training was over in backward",
     ),
+    "killed while it waited": (
+        "ended", (0,), of(told(0, A, A, ending=-9), told(1, A), told(2, A, A)),
+        "rank 0 was killed by SIGKILL in backward at step 3, batch 4, after all_reduce()",
+    ),
+    "gone while it waited": (
+        "ended", (0,), of(told(0, A, A, is_gone=True), told(1, A), told(2, A, A)), "rank 0 is gone; it was in backward",
+    ),
     "gone": (
         "ended", (2,), of(told(0), told(1), told(2, is_gone=True)), "rank 2 is gone; it was in backward",
     ),

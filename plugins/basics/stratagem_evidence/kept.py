@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from stratagem.errors import StratagemError
+from stratagem.errors import LaunchError, StratagemError
 from stratagem_evidence.rank_evidence import RankEvidence, read_all
 from stratagem_evidence.rules import verdict
 
@@ -32,6 +33,27 @@ def clear(folder: Path) -> None:
     """Delete a launcher's `folder`, unless something was kept there."""
     if not (folder / _NAME).exists():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def tell(name: str, rank: int) -> None:
+    """Print why `rank`, which launched all others, was ended by a signal, from what it left in the folder `name`."""
+    folder = Path(name)
+    known = read_all(folder)
+    if rank not in known or known[rank].was_told_to_end or known[rank].has_own_error or known[rank].is_over:
+        clear(folder)
+        return
+    for told in known.values():
+        told.is_gone = told.rank == rank  # the kernel has ended the others with it
+    found = verdict(known)
+    assert found is not None, "a rank is gone"
+    cause = LaunchError(found.found, do=found.do)
+    keep(folder, known, cause)
+    print(in_words(str(cause), folder), file=sys.stderr, flush=True)
+
+
+def in_words(sentence: str, folder: Path) -> str:
+    """Return the lines in which a process that raises no error prints a verdict."""
+    return f"stratagem: {sentence}\n`stratagem postmortem {folder}` shows what each rank did last"
 
 
 def read_kept(folder: Path) -> tuple[str, dict[int, RankEvidence]]:

@@ -68,7 +68,7 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                     place=_place(stack), ending=None if runs else _fatal(stack), runs=runs,
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
                     is_echo=content.end == "echo", has_own_error=content.end == "own error",
-                    called_exit=content.end == "exit",
+                    called_exit=content.end == "exit", is_over=content.end == "over",
                 )  # fmt: skip
     return found
 

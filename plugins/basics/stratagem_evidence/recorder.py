@@ -84,6 +84,8 @@ class Recorder:
             if self._enabled:
                 faulthandler.disable()
             self._stack.close()
+        if not keep:
+            self.mark("over")
         self._ring.close()
         if not keep:
             delete_evidence(self.folder, self.rank)

@@ -23,7 +23,7 @@ _PHASE = struct.Struct("<QQId")  # optimizer steps, batch, phase, since when
 _COUNT = struct.Struct("<Q")
 _RECORD = struct.Struct("<QdI")  # number within the group, when it began, site
 #: Why a process ends, as far as it knows.
-ENDS = ("told to end", "echo", "own error", "exit")
+ENDS = ("told to end", "echo", "own error", "exit", "over")
 _END_AT, _COUNT_AT, _PHASE_AT, _RECORDS_AT, _STRIDE = 40, 48, 64, 128, 32
 _SIZE = _RECORDS_AT + LAST * _STRIDE
 

@@ -132,6 +132,8 @@ def _stopped(known: Mapping[int, RankEvidence]) -> Verdict | None:
 
 def _missing(known: Mapping[int, RankEvidence]) -> Verdict | None:
     waits = _waits(known)
+    if any(_was_ended(known[rank]) for rank in waits):
+        return None
     free = sorted(_awaited(waits) - waits.keys())
     if not known.keys() >= set(free):
         return None  # those of another machine
@@ -141,6 +143,13 @@ def _missing(known: Mapping[int, RankEvidence]) -> Verdict | None:
     if not free or _ended_elsewhere(known, waits):
         return None
     return _alone(sorted(waits), waits, free) if len(waits) < len(free) else _absence(known, free, waits)
+
+
+def _was_ended(told: RankEvidence) -> bool:
+    """Whether something ended the process for which the other ranks are no reason, as they are for SIGABRT."""
+    if told.ending is None:
+        return told.is_gone and not told.is_echo
+    return told.ending < 0 and told.ending != -signal.SIGABRT
 
 
 def _deadlock(known: Mapping[int, RankEvidence]) -> Verdict | None:

@@ -35,6 +35,7 @@ from stratagem_launchers_local.reports import observed, read_report, root_cause
 
 if TYPE_CHECKING:
     from stratagem_evidence import RankEvidence
+    from stratagem_launchers_local.watcher import Watcher
 
 #: How long a process may take to notice that another died.
 NOTICE_S = 4.0
@@ -181,12 +182,14 @@ def _root_is_known(folder: Path) -> bool:
 class LocalWorkers:
     """The launched processes of this node, where the parent is a rank, too."""
 
-    def __init__(self, children: list[tuple[int, subprocess.Popen[bytes]]], folder: Path, store: Any) -> None:
+    def __init__(
+        self, children: list[tuple[int, subprocess.Popen[bytes]]], folder: Path, store: Any, watcher: Watcher
+    ) -> None:
         self.children = [
             Child(rank, process.pid, lambda rank=rank, process=process: _ending_code(process.poll(), folder, rank))  # type: ignore[misc]
             for rank, process in children
         ]
-        self.folder, self.store = folder, store
+        self.folder, self.store, self.watcher = folder, store, watcher
         self.ending = threading.Event()
         #: Whether a watcher thread interrupted the main thread: the next KeyboardInterrupt is not Ctrl-C.
         self.interrupted_us = False
@@ -222,6 +225,7 @@ class LocalWorkers:
         with contextlib.suppress(BaseException):  # Ctrl-C, or a handler that calls sys.exit: end them now
             _finish_saves(error)
         self.ending.set()
+        self.watcher.dismiss()
         evidence = observed(self.folder, self.children)
         end(self.children)
         cause = root_cause(self.folder, self.children, evidence, [int(os.environ["RANK"])] * echo)
@@ -238,6 +242,7 @@ class LocalWorkers:
         _interrupt_main_thread()
         if self.ending.wait(END_S):
             return
+        self.watcher.dismiss()
         evidence = observed(self.folder, self.children)
         end(self.children)
         self._print_cause(evidence)
@@ -264,6 +269,7 @@ class LocalWorkers:
             return
         already_ending = self.ending.is_set()
         self.ending.set()
+        self.watcher.dismiss()
         if already_ending or getattr(sys, "last_value", None) is not None:
             end(self.children)
         try:

@@ -62,11 +62,12 @@ class PeerDiagnosis(Callback):
             self.watchdog = Watchdog(run, self.endpoints).start()
 
     def _record(self, folder: str, run: RunContext) -> None:
-        from stratagem_evidence import EVIDENCE_VARIABLE, Recorder
+        from stratagem.distributed.process_variables import REPORTS_VARIABLE
+        from stratagem_evidence import Recorder
 
         self.recorder = Recorder.start(Path(folder), run.rank, _PHASES) if folder else None
         self._enter(_SETUP)
-        if self.recorder is not None and folder != os.environ.get(EVIDENCE_VARIABLE):
+        if self.recorder is not None and REPORTS_VARIABLE not in os.environ:  # no launcher waits for this process
             from stratagem_peer_diagnosis.last_words import LastWords
 
             self.last_words = LastWords.listen(self.recorder)

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from stratagem.distributed.launched import libc
-from stratagem_evidence import delete_evidence, read_kept
+from stratagem_evidence import delete_evidence, in_words, read_kept
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -83,8 +83,7 @@ class LastWords:
             if not sentence or any(each.has_own_error for each in known.values()):
                 delete_evidence(self._recorder.folder, self._recorder.rank)  # all run, or one has printed its error
             elif self._recorder.rank == min(rank for rank, each in known.items() if each.runs or each.was_told_to_end):
-                more = f"`stratagem postmortem {self._recorder.folder}` shows what each rank did last"
-                print(f"stratagem: {sentence}\n{more}", file=sys.stderr, flush=True)
+                print(in_words(sentence, self._recorder.folder), file=sys.stderr, flush=True)
         finally:
             libc().signal(signal.SIGTERM, signal.SIG_DFL)  # Python allows it in the main thread alone
             os.kill(os.getpid(), signal.SIGTERM)
