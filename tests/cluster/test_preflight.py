@@ -61,7 +61,7 @@ PROGRAM = """
         name, model = word.split("-")[1:]
         Card.identity = lambda self, device: (name, model)
         accelerator = Card(name="", model="")
-    run = sg.Run(strategy={"name": "ddp", "timeout": timeout}, devices=devices, accelerator=accelerator, **changes)
+    run = sg.Run(strategy={"name": "ddp", "start_timeout": timeout}, devices=devices, accelerator=accelerator, **changes)
     if word == "import":
         import no_such_module
     run.connect()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
-from stratagem.api.world import World
+from stratagem.api.world import Timeouts, World
 from stratagem.distributed import comparison, default_group, interfaces, process_group
 from stratagem.distributed.backends import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
@@ -29,6 +29,7 @@ from stratagem_testing import run_in_processes
 from stratagem_trainer.metrics import LogOptions, StageMetrics
 
 CUDA = torch.device("cuda", 0)
+LIMIT = timedelta(seconds=77)
 
 
 def _fake():
@@ -65,7 +66,7 @@ class _OnADevice(torch.Tensor):
 
 def _control_words(rank, world_size):
     _fake()
-    talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="fake", timeout=timedelta(seconds=30))
+    talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="fake", timeouts=Timeouts(LIMIT, LIMIT))
     book = StageMetrics(True, talk)
     book.log("loss", rank, LogOptions(sync_dist=True, on_step=True, on_epoch=True))
     book.reduce_step(0)
@@ -103,7 +104,7 @@ def test_decisions_and_objects_travel_over_gloo_beside_a_devices_backend():
     assert second["tensor"] == [1.0, 2.0]
     assert first["sum"] == second["sum"] == [2.0, 2.0]
     assert (first["team"], second["team"]) == (False, True)
-    assert first["new_group"] == (True, timedelta(seconds=30))
+    assert first["new_group"] == (True, LIMIT)
     assert first["logged"] == second["logged"] == (0.5, 0.5)
     assert first["calls"] == second["calls"]
     assert "all ranks to make the same call" in first["calls"]
@@ -111,7 +112,7 @@ def test_decisions_and_objects_travel_over_gloo_beside_a_devices_backend():
 
 
 def _gloo_beside_a_gpu(rank, world_size):
-    talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="gloo", timeout=timedelta(seconds=30))
+    talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="gloo", timeouts=Timeouts(LIMIT, LIMIT))
     far = _OnADevice(torch.ones(2))
     found = (str(talk.device), str(talk.message_device), talk._in_rounds(far), talk._in_rounds(torch.ones(2)))
     talk.close()
@@ -201,14 +202,13 @@ class _Group:
 
 
 def test_nccl_connects_at_once_with_gloo_beside_it(recorded):
-    limit = timedelta(seconds=77)
-    TorchCollectives.connect(World(), CUDA, backend="nccl", timeout=limit).close()
+    TorchCollectives.connect(World(), CUDA, backend="nccl", timeouts=Timeouts(LIMIT, LIMIT)).close()
 
     (backend, options), (_, compared) = recorded
     assert backend == "cpu:gloo,cuda:nccl"
     assert options["device_id"] == CUDA
-    assert options["timeout"] == limit
-    assert compared == {"backend": "gloo", "timeout": limit}
+    assert options["timeout"] == LIMIT
+    assert compared == {"backend": "gloo", "timeout": LIMIT}
 
 
 def test_what_nccl_says_when_it_cannot_connect_is_a_launch_error(monkeypatch):
@@ -319,13 +319,23 @@ class Pretended(CPUAccelerator):
     ("accelerator", "strategy", "minutes"),
     [
         (Pretended(), "ddp", 10), (Pretended(), {"name": "ddp", "timeout": 1800}, 30), (Pretended(), "local_sgd", 10),
-        ("cpu", "ddp", 30),
+        ("cpu", "ddp", 30), ("cpu", {"name": "ddp", "start_timeout": 1}, 30),
     ],
 )  # fmt: skip
 def test_ranks_wait_less_long_over_nccl_unless_told(accelerator, strategy, minutes):
     run = sg.Run(strategy=strategy, accelerator=accelerator, devices=2)
 
-    assert run.stack.join_timeout() == timedelta(minutes=minutes)
+    assert run.stack.timeouts().collective == timedelta(minutes=minutes)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [({}, 1800), ({"timeout": 3}, 300), ({"timeout": 900}, 900), ({"timeout": 3, "start_timeout": 7}, 7)],
+)
+def test_a_start_may_take_longer_than_a_hang(options, seconds):
+    run = sg.Run(strategy={"name": "ddp"} | options, accelerator="cpu", devices=2)
+
+    assert run.stack.timeouts().start == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import stratagem as sg
 from ports import free_port
-from stratagem.api.world import Collectives, KeyValueStore, World
+from stratagem.api.world import Collectives, KeyValueStore, Timeouts, World
 from stratagem_peer_diagnosis import diagnosis, endpoints
 from stratagem_peer_diagnosis.endpoints import Endpoints, Peer, probe
 from stratagem_testing import run_in_processes
@@ -360,7 +360,9 @@ def test_a_far_rank_is_named_by_ranks_that_look_at_few(monkeypatch):
     world = World(rank=0, world_size=many, main_port=listening[0].getsockname()[1])
     peers = [Peer(rank, "a", "127.0.0.1", each.getsockname()[1], "") for rank, each in enumerate(listening)][1:]
     listening[150].close()
-    run = SimpleNamespace(collectives=_FarFromTheLost(many, {150}), rank=0, join_timeout=timedelta(seconds=6))
+    run = SimpleNamespace(
+        collectives=_FarFromTheLost(many, {150}), rank=0, timeouts=Timeouts(timedelta(seconds=6), timedelta(seconds=6))
+    )
 
     found = diagnosis.explain(
         RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), run, Endpoints(peers, None, world)

@@ -97,8 +97,17 @@ class _Pipeline(ProcessGroupStrategy):
 
 
 def test_a_strategy_of_ones_own_has_the_options_where_it_wants_them():
-    assert [*options(_Pipeline)] == ["depth", "timeout", "process_group_backend", "nccl", "gloo", "schedule"]
-    assert _Pipeline(timeout=5).join_timeout() == timedelta(seconds=5)
+    assert [*options(_Pipeline)] == [
+        "depth",
+        "timeout",
+        "start_timeout",
+        "process_group_backend",
+        "nccl",
+        "gloo",
+        "schedule",
+    ]
+    assert _Pipeline(timeout=5).timeouts() == (None, timedelta(seconds=5))
+    assert _Pipeline(start_timeout=5).timeouts() == (timedelta(seconds=5), None)
     with pytest.raises(ConfigError, match=r"^_Pipeline\.nccl\.debug is 'LOUD'"):
         _Pipeline(nccl={"debug": "LOUD"})
 

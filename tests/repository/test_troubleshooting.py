@@ -74,7 +74,7 @@ def saved():
 #: By heading of the page: programs that have these messages, in the order of the page, and how many of them each has.
 SITUATIONS: dict[str, list[tuple[int, str]]] = {
     "Training hangs at the start": [
-        (2, 'trainer(strategy={"name": "ddp", "timeout": 11}, devices=2).fit(Net(), loader())'),
+        (2, 'trainer(strategy={"name": "ddp", "start_timeout": 11}, devices=2).fit(Net(), loader())'),
     ],
     "The second process does not start: port in use": [
         (1, 'trainer(strategy="ddp", devices=2).fit(Net(), loader())'),

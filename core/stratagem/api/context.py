@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
     from pathlib import Path
 
     import torch
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Strategy
     from stratagem.api.values import Bucket, PrecisionPolicy
-    from stratagem.api.world import Collectives, Mesh, World
+    from stratagem.api.world import Collectives, Mesh, Timeouts, World
 
 
 class BucketReducer(Protocol):
@@ -161,8 +160,8 @@ class RunContext(Protocol):
         """The accelerator's torch.distributed backend."""
 
     @property
-    def join_timeout(self) -> timedelta:
-        """How long a rank waits for the other ranks to connect."""
+    def timeouts(self) -> Timeouts:
+        """How long a rank waits for the other ranks."""
 
     def bucket_reducer(self, over: Collectives | None = None) -> BucketReducer | None:
         """Return a function that averages buckets through all comm hooks; None if there are none.

@@ -194,9 +194,9 @@ class Strategy(Plugin):
         """Whether this strategy applies `policy` itself; the precision's own hooks are then not called."""
         return False
 
-    def join_timeout(self) -> timedelta | None:
-        """Return how long a rank waits for the others to connect; None leaves it to the backend."""
-        return None
+    def timeouts(self) -> tuple[timedelta | None, timedelta | None]:
+        """Return how long a rank waits for the others to connect, and in a collective; None: as the backend says."""
+        return None, None
 
     def may_share_device(self) -> bool:
         """Whether several ranks may use one device; otherwise that is refused as a mistake."""

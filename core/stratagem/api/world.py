@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from attrs import frozen
 
@@ -25,6 +25,17 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 NCCL_TIMEOUT = timedelta(minutes=10)
+#: A start takes its time on a cold file system, however short a hang is to last.
+LEAST_START = timedelta(minutes=5)
+
+
+class Timeouts(NamedTuple):
+    """How long a rank waits for the others."""
+
+    #: To connect.
+    start: timedelta = DEFAULT_TIMEOUT
+    #: In a collective.
+    collective: timedelta = DEFAULT_TIMEOUT
 
 
 @frozen(kw_only=True)

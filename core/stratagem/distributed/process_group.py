@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import evolve
 
-from stratagem.api.world import DEFAULT_TIMEOUT, Collectives
+from stratagem.api.world import DEFAULT_TIMEOUT, Collectives, Timeouts
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
 from stratagem.distributed.comparison import check_same_call, comparing_group
 from stratagem.distributed.default_group import (
@@ -73,16 +73,17 @@ class TorchCollectives(Collectives):
 
     @classmethod
     def connect(
-        cls, world: World, device: torch.device, *, backend: str, timeout: timedelta = DEFAULT_TIMEOUT
+        cls, world: World, device: torch.device, *, backend: str, timeouts: Timeouts = Timeouts()  # noqa: B008 - cannot change
     ) -> TorchCollectives:
         """Join the process group, or adopt the one that an earlier run of this process made.
 
         Raises:
             ConfigError: a group exists with another backend or size.
-            LaunchError: the other ranks did not connect within `timeout`, or `backend` could not connect them.
+            LaunchError: the other ranks did not connect within `timeouts.start`, or `backend` could not connect them.
         """
         import torch.distributed as dist
 
+        start, timeout = timeouts
         if dist.is_initialized():
             check_adoptable(device, backend, world.world_size)
             chose = choose_interface(world)  # for the groups that the run adds
@@ -97,11 +98,13 @@ class TorchCollectives(Collectives):
             connect_when_needed()
         try:
             dist.init_process_group(
-                whole, store=connect_store(world, timeout), timeout=timeout,
+                whole, store=connect_store(world, start), timeout=start,
                 rank=world.rank, world_size=world.world_size,
                 # NCCL connects at once, and its groups of fewer ranks share what it connected.
                 device_id=device if backends_in(whole).get(device.type) == "nccl" else None,
             )  # fmt: skip
+            if start != timeout:
+                dist.distributed_c10d._set_pg_timeout(timeout)
             joined = cls(world, device, owns_group=True, timeout=timeout)._compare()
         except RuntimeError as error:
             leave_group()

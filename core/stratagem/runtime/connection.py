@@ -21,24 +21,22 @@ if TYPE_CHECKING:
 
 def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, device: torch.device) -> Collectives:
     """Join the other ranks, after all have met and compared their settings; return their collectives."""
-    collectives: Collectives
-    if world.world_size == 1:
-        collectives = hooks.ask("connect", world=world)
-        return collectives
-    from stratagem.distributed.rendezvous import check_address
-    from stratagem.runtime.preflight import meet
-    from stratagem.stack.description import facts
+    if world.world_size > 1:
+        from stratagem.distributed.rendezvous import check_address
+        from stratagem.runtime.preflight import meet
+        from stratagem.stack.description import facts
 
-    if not world.store_hosted:
-        check_address(world, stack.join_timeout().total_seconds())
-    if world.generation is None:
-        from stratagem.distributed.attempts import agree_on_generation
+        start = stack.timeouts().start
+        if not world.store_hosted:
+            check_address(world, start.total_seconds())
+        if world.generation is None:
+            from stratagem.distributed.attempts import agree_on_generation
 
-        world = agree_on_generation(world, stack.join_timeout())
-    identity = stack.accelerator.plugin.identity(device)
-    may_share = any(choice.plugin.may_share_device() for choice in stack.strategies)
-    meet(world, facts(stack, settings), stack.join_timeout(), identity, may_share_device=may_share)
-    collectives = hooks.ask("connect", world=world)
+            world = agree_on_generation(world, start)
+        identity = stack.accelerator.plugin.identity(device)
+        may_share = any(choice.plugin.may_share_device() for choice in stack.strategies)
+        meet(world, facts(stack, settings), start, identity, may_share_device=may_share)
+    collectives: Collectives = hooks.ask("connect", world=world)
     return collectives
 
 

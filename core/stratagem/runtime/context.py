@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
 from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Plugin, Strategy
 from stratagem.api.values import PrecisionPolicy
-from stratagem.api.world import Collectives, Mesh, World
+from stratagem.api.world import Collectives, Mesh, Timeouts, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
@@ -229,17 +228,16 @@ class Context:
         return self.accelerator.backend
 
     @property
-    def join_timeout(self) -> timedelta:
-        """How long a rank waits for the other ranks to connect."""
-        return self.stack.join_timeout()
+    def timeouts(self) -> Timeouts:
+        return self.stack.timeouts()
 
     def join(self, world: World, backend: str) -> Collectives:
         from stratagem.distributed.process_group import TorchCollectives
 
-        joined = self.environment.join(world, self.device, self.join_timeout)
+        joined = self.environment.join(world, self.device, self.timeouts.start)
         if joined is not None:
             return joined
-        return TorchCollectives.connect(world, self.device, backend=backend, timeout=self.join_timeout)
+        return TorchCollectives.connect(world, self.device, backend=backend, timeouts=self.timeouts)
 
     @property
     def precision_absorbed(self) -> bool:

@@ -176,12 +176,7 @@ class _Attendance:
             if self._notices.due():
                 notify(f"waiting for {self._missing(self._arrived)} at {self.where}")
             if self._notices.waited_s > self.timeout.total_seconds():
-                raise LaunchError(
-                    f"rank 0 has waited {self.timeout.total_seconds():g} s for {self._missing(self._arrived)} at "
-                    f"{self.where}",
-                    expected="all ranks to come within the timeout",
-                    do="check that they were started and what their output says, or raise the strategy's timeout",
-                )
+                raise self._waited_in_vain("rank 0", self.timeout.total_seconds(), self._arrived)
             time.sleep(pause_s)
             pause_s = min(0.01, 1.5 * pause_s)
         return number
@@ -197,6 +192,13 @@ class _Attendance:
             raise error
         self._arrived[new.rank] = new
 
+    def _waited_in_vain(self, who: str, waited_s: float, arrived: Mapping[int, Arrival]) -> LaunchError:
+        return LaunchError(
+            f"{who} has waited {waited_s:g} s for {self._missing(arrived)} at {self.where}",
+            expected="all ranks to come in time",
+            do="check that they were started and what their output says, or raise the strategy's start_timeout",
+        )
+
     def _missing(self, arrived: Mapping[int, Arrival]) -> str:
         size = self.world.world_size
         return f"{arrivals.ranks_in_words(set(range(size)) - set(arrived))} of {size}"
@@ -210,18 +212,12 @@ class _Attendance:
             if self._number == 1 and self._notices.due() and 0 not in (arrived := self._read_all()):
                 notify(f"waiting for {self._missing(arrived)} at {self.where}")
             if self._notices.waited_s > limit_s:
-                raise self._give_up(limit_s)
+                error = self._waited_in_vain(str(self.me), limit_s, self._read_all())
+                self.meeting.fail(error.found)
+                raise error
             time.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
         return verdict
-
-    def _give_up(self, limit_s: float) -> LaunchError:
-        found = f"{self.me} has waited {limit_s:g} s for {self._missing(self._read_all())} at {self.where}"
-        self.meeting.fail(found)
-        return LaunchError(
-            found, expected="all ranks to come within the timeout",
-            do="check that they were started and what their output says, or raise the strategy's timeout",
-        )  # fmt: skip
 
     def _read_all(self, count: int | None = None) -> dict[int, Arrival]:
         """Return the first `count` arrivals by rank; by default all until now."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from attrs import define, field, frozen
 
 from stratagem.api.kinds import Plugin, Strategy
 from stratagem.api.values import PrecisionPolicy
-from stratagem.api.world import DEFAULT_TIMEOUT, NCCL_TIMEOUT
+from stratagem.api.world import DEFAULT_TIMEOUT, LEAST_START, NCCL_TIMEOUT, Timeouts
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 
@@ -65,11 +64,12 @@ class Stack:
         strategy: Strategy = self.strategies[-1].plugin
         return strategy
 
-    def join_timeout(self) -> timedelta:
-        """How long a rank waits for the others: that of the outermost strategy with a timeout, else the backend's."""
-        answers = [choice.plugin.join_timeout() for choice in self.strategies]
+    def timeouts(self) -> Timeouts:
+        """How long a rank waits for the others: as the outermost strategy with a timeout says, else the backend's."""
+        starts, collectives = zip(*(choice.plugin.timeouts() for choice in self.strategies), strict=True)
         default = NCCL_TIMEOUT if "nccl" in self.accelerator.plugin.backend else DEFAULT_TIMEOUT
-        return next((answer for answer in answers if answer is not None), default)
+        collective = next(filter(None, collectives), default)
+        return Timeouts(next(filter(None, starts), max(collective, LEAST_START)), collective)
 
     @property
     def num_processes(self) -> int:

@@ -146,7 +146,7 @@ def _missing(known: Mapping[int, RankEvidence]) -> Verdict | None:
 
 
 def _was_ended(told: RankEvidence) -> bool:
-    """Whether something ended the process for which the other ranks are no reason, as they are for SIGABRT."""
+    """Whether something ended the process that has nothing to do with the other ranks: SIGABRT may have."""
     if told.ending is None:
         return told.is_gone and not told.is_echo
     return told.ending < 0 and told.ending != -signal.SIGABRT

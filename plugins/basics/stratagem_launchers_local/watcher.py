@@ -2,7 +2,7 @@
 
 [Note: watcher]
 The launcher of a script is rank 0. gloo aborts it like any rank when another one sends a message of the wrong size, and
-the kernel then ends the others: nobody is left who could tell. So a shell of 1 MB waits until this process closes a
+the kernel then ends the others: nobody is left to tell. So a shell of 1 MB waits until this process closes a
 pipe, which the kernel does at any end. Only if no line came through the pipe before, it starts Python, which reads the
 evidence of all ranks.
 """

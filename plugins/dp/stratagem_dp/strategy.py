@@ -64,9 +64,11 @@ class DDP2Strategy(Strategy):
     gradient_as_bucket_view: bool = False
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
-    #: How long a node waits for the others before it raises an error, in seconds or as a timedelta; by default
-    #: 10 minutes over NCCL and 30 otherwise.
+    #: How long a node waits for the others in a collective, in seconds or as a timedelta; by default 10 minutes over
+    #: NCCL and 30 otherwise.
     timeout: timedelta | None = field(default=None, validator=duration)
+    #: How long a node waits for the others to start; by default as long as `timeout`, and at least 5 minutes.
+    start_timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default that of the device (nccl for CUDA, gloo for the CPU).
     process_group_backend: str | None = field(default=None, validator=not_empty)
 
@@ -77,11 +79,12 @@ class DDP2Strategy(Strategy):
     capabilities = Capabilities(provides=_WITHIN_A_PROCESS | {GRADIENT_BUCKETS, LOCAL_STEPS, MULTI_PROCESS})
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
-            self.timeout = timedelta(seconds=self.timeout)
+        for name in ("timeout", "start_timeout"):
+            if isinstance(given := getattr(self, name), int | float):
+                setattr(self, name, timedelta(seconds=given))
 
-    def join_timeout(self) -> timedelta | None:
-        return self.timeout
+    def timeouts(self) -> tuple[timedelta | None, timedelta | None]:
+        return self.start_timeout, self.timeout
 
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:

@@ -47,9 +47,12 @@ class ProcessGroupStrategy(Strategy):
     A subclass with a `connect`, `teardown` or `__attrs_post_init__` of its own calls this one's.
     """
 
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: How long a rank waits for the others in a collective before it gives up, in seconds or as a timedelta; by default
     #: 10 minutes over NCCL and 30 otherwise.
     timeout: timedelta | None = field(default=None, validator=duration)
+    #: How long a rank waits for the others to start, given in the same way; by default as long as `timeout`, and at
+    #: least 5 minutes.
+    start_timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
     process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
@@ -59,11 +62,12 @@ class ProcessGroupStrategy(Strategy):
     gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
-            self.timeout = timedelta(seconds=self.timeout)
+        for name in ("timeout", "start_timeout"):
+            if isinstance(given := getattr(self, name), int | float):
+                setattr(self, name, timedelta(seconds=given))
 
-    def join_timeout(self) -> timedelta | None:
-        return self.timeout
+    def timeouts(self) -> tuple[timedelta | None, timedelta | None]:
+        return self.start_timeout, self.timeout
 
     def may_share_device(self) -> bool:
         """Whether the user chose a backend for which ranks may share a GPU, or told NCCL to allow it."""

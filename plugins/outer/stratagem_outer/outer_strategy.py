@@ -38,8 +38,8 @@ class OuterStrategy(DivergingReplicas, Strategy):
         if isinstance(given, int | float):
             self.timeout = timedelta(seconds=given)
 
-    def join_timeout(self) -> timedelta | None:
-        return self.timeout
+    def timeouts(self) -> tuple[timedelta | None, timedelta | None]:
+        return None, self.timeout
 
     def processes_per_team(self, world: World, inner: Strategy) -> int:
         together = MULTI_PROCESS in inner.capabilities.provides

@@ -21,6 +21,7 @@ import torch
 import stratagem as sg
 from stratagem import World
 from stratagem.api import Evidence
+from stratagem.api.world import Timeouts
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
@@ -119,7 +120,7 @@ class EnvironmentConformance(_AutoDetected):
         run = SimpleNamespace(
             num_processes=size, num_nodes=environment.num_nodes() or world.num_nodes, devices_given=False,
             settings=SimpleNamespace(num_nodes=world.num_nodes, environment=self.choice().name),
-            join_timeout=timedelta(seconds=10),
+            timeouts=Timeouts(start=timedelta(seconds=10), collective=timedelta(seconds=10)),
         )  # fmt: skip
         answer = environment.setup_environment(run=run)
         assert isinstance(answer, World)
