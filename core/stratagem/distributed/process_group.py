@@ -73,7 +73,7 @@ class TorchCollectives(Collectives):
 
     @classmethod
     def connect(
-        cls, world: World, device: torch.device, *, backend: str, timeouts: Timeouts = Timeouts()  # noqa: B008 - cannot change
+        cls, world: World, device: torch.device, *, backend: str, timeouts: Timeouts | None = None
     ) -> TorchCollectives:
         """Join the process group, or adopt the one that an earlier run of this process made.
 
@@ -83,7 +83,7 @@ class TorchCollectives(Collectives):
         """
         import torch.distributed as dist
 
-        start, timeout = timeouts
+        start, timeout = timeouts or Timeouts()
         if dist.is_initialized():
             check_adoptable(device, backend, world.world_size)
             chose = choose_interface(world)  # for the groups that the run adds
