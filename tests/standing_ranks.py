@@ -28,7 +28,9 @@ LIMIT_S = 360
 #: How long the other rank may take to report its error after one has failed.
 _GRACE_S = 1
 #: Variables that a rank has from its start on.
-_OWN = (*LAUNCH_VARIABLES, "OMP_NUM_THREADS", "STRATAGEM_STORE_HOSTED", "TORCHELASTIC_USE_AGENT_STORE")
+_OWN = (
+    *LAUNCH_VARIABLES, "OMP_NUM_THREADS", "STRATAGEM_EVIDENCE", "STRATAGEM_STORE_HOSTED", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
 
 
 class StandingRanks:

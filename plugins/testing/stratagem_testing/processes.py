@@ -69,6 +69,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
 def _run_in(
     folder: Path, function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float
 ) -> list[Any]:
+    (folder / "evidence").mkdir()
     store = RendezvousStore()  # in this process, as in a launcher: it survives a rank that is killed
     children = [_fork(function, rank, world_size, store.port, folder, arguments) for rank in range(world_size)]
     try:
@@ -133,6 +134,7 @@ def _fork(
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+            STRATAGEM_EVIDENCE=str(folder / "evidence"),
             STRATAGEM_STORE_HOSTED="1", TORCHELASTIC_USE_AGENT_STORE="True",  # for stratagem, and for torch's env://
         )  # fmt: skip
         result = function(rank, world_size, *arguments)
