@@ -26,7 +26,8 @@ from stratagem.callbacks import ModelCheckpoint
 
 kind, strategy, launcher, folder = sys.argv[1], sys.argv[2], sys.argv[4], sys.argv[6]
 world_size, timeout_s = int(sys.argv[3]), float(sys.argv[5])
-BAD = 0 if kind.startswith("rank_0_") else 1
+BAD = 0 if kind.startswith("rank_0_") else int(os.environ.get("BAD_RANK", "1"))
+NODES = int(os.environ.get("NODES", "1"))
 SAVES = ("stuck_save", "error_in_save")
 VALIDATES = ("error_in_validation", "stuck_validation", "collective_in_validation")
 WORKERS = ("error_in_worker", "killed_worker", "slow_loader")
@@ -205,7 +206,8 @@ class Data(sg.DataModule):
 
 if __name__ == "__main__":
     trainer = sg.Trainer(
-        max_steps=12, strategy={"name": strategy, "timeout": timeout_s}, devices=world_size, accelerator="cpu",
+        max_steps=12, strategy={"name": strategy, "timeout": timeout_s}, accelerator="cpu", num_nodes=NODES,
+        devices=world_size // NODES,
         launcher=None if launcher == "torchrun" else launcher, default_root_dir=folder, logger=False,
         callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=4)] if kind in SAVES else None,
         enable_checkpointing=kind in SAVES, enable_progress_bar=False, num_sanity_val_steps=0, limit_val_batches=2,

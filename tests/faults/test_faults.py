@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
+
 from . import kinds
 
 LAB = Path(__file__).with_name("lab.py")
@@ -75,6 +77,34 @@ def test_torchrun_ends_the_others_and_one_of_them_says_why(tmp_path):
 
     assert shown.returncode == 0, shown.stderr
     assert "all_reduce() of 3 elements of float32" in shown.stdout.splitlines()[0]
+
+
+def test_two_machines_compare_what_their_ranks_did(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    machines = []
+    for node in range(2):
+        folder = tmp_path / str(node)
+        folder.mkdir()
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "BAD_RANK": "3", "NODES": "2"}
+        words = [
+            *torchrun,
+            "--node-rank",
+            str(node),
+            str(LAB),
+            "skip",
+            "ddp",
+            "4",
+            "torchrun",
+            str(TIMEOUT_S),
+            str(folder),
+        ]
+        machines.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    texts = [machine.communicate(timeout=300)[0] for machine in machines]
+
+    for text in texts:
+        assert "rank 3 did not call all_reduce() of 7 elements of float32 (lab.py:" in text, "\n".join(texts)
+        assert "in which ranks 0, 1 and 2 wait" in text
 
 
 @pytest.mark.sweep(guard="tests/faults/test_faults.py::test_the_messages_of_the_page_are_those_of_runs")

@@ -18,7 +18,7 @@ from torch.distributed import all_reduce
 
 import stratagem as sg
 from stratagem.errors import LaunchError
-from stratagem_evidence import RankEvidence, Recorder, keep, read_all, read_kept, rules, verdict
+from stratagem_evidence import RankEvidence, Recorder, as_text, from_text, keep, read_all, read_kept, rules, verdict
 from stratagem_evidence.ring import LAST, Phase, Record, Ring, Site, read_ring
 from stratagem_testing import run_in_processes
 
@@ -179,6 +179,10 @@ CASES = {
         "ended", (0,), of(told(0, A, A, ending=-9), told(1, A), told(2, A, A)),
         "rank 0 was killed by SIGKILL in backward at step 3, batch 4, after all_reduce()",
     ),
+    "aborted while it waited for another machine": (
+        "aborted", (), of(told(1, A, A, ending=-6), told(2, A, A, is_echo=True)),
+        "rank 1 was killed by SIGABRT while it waited for rank 0 in all_reduce() of 7 elements of float32",
+    ),
     "gone while it waited": (
         "ended", (0,), of(told(0, A, A, is_gone=True), told(1, A), told(2, A, A)), "rank 0 is gone; it was in backward",
     ),
@@ -212,6 +216,12 @@ def test_ranks_of_which_some_rings_have_forgotten_the_start_are_compared_from_th
     whole = told(2, A, A, A)
 
     assert verdict(of(early, late, whole)) is None
+
+
+def test_evidence_travels_to_another_machine_as_text():
+    known = of(told(0, A, B, ending=-6, place="train.py:3 (f)"), told(1, LEFT, phase="setup", is_echo=True))
+
+    assert from_text(as_text(known)) == known
 
 
 def test_what_a_launcher_keeps_is_read_again(tmp_path):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from attrs import define, field
+import cattrs
+from attrs import define, evolve, field
 
 from stratagem.distributed.uncaught_errors import is_users
 from stratagem_evidence.recorder import ASK_FOR_STACK
@@ -20,6 +22,8 @@ from stratagem_evidence.ring import Phase, Record, read_ring
 
 #: How long a process may take to write its stack.
 _STACK_S = 0.5
+#: So many collectives of each rank go to other machines.
+_SENT = 64
 
 
 @define(kw_only=True)
@@ -51,6 +55,16 @@ class RankEvidence:
     called_exit: bool = False
     #: It ended with an error of its own.
     has_own_error: bool = False
+
+
+def as_text(known: Mapping[int, RankEvidence]) -> str:
+    """Return what is `known`, for another machine."""
+    return json.dumps(cattrs.unstructure([evolve(told, records=told.records[-_SENT:]) for told in known.values()]))
+
+
+def from_text(text: str) -> dict[int, RankEvidence]:
+    """Return what another machine knows, from what its `as_text` returned."""
+    return {told.rank: told for told in cattrs.structure(json.loads(text), list[RankEvidence])}
 
 
 def read_all(folder: Path) -> dict[int, RankEvidence]:

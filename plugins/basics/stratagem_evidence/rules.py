@@ -10,8 +10,8 @@ for. So what the ranks did decides, in this order:
 3. *Missing.* A rank waits for those of its group that did not begin its last collective. Whom others wait for, and
    waits for nobody, is at fault: it ended, or does something else.
 4. *Deadlock.* All that are waited for wait themselves.
-5. *Ended.* A process ended by a signal, or with code 0 before its program was over. SIGABRT counts last: its library
-   may have aborted it because another rank was gone.
+5. *Ended.* A process ended by a signal, or with code 0 before its program was over. SIGABRT counts last.
+6. *Aborted.* A process ended by SIGABRT while it waited for ranks of which nothing is known: they are at fault.
 
 A rank whose error is an echo is never at fault.
 """
@@ -38,7 +38,7 @@ _SAME_CALLS = "make the same calls on all ranks"
 class Verdict:
     """What made a run fail."""
 
-    #: "differ", "stopped", "missing", "deadlock" or "ended".
+    #: "differ", "stopped", "missing", "deadlock", "ended" or "aborted".
     rule: str
     #: Those at fault.
     ranks: tuple[int, ...]
@@ -202,11 +202,27 @@ def _absence(
 
 
 def _ended(known: Mapping[int, RankEvidence]) -> Verdict | None:
-    ended = [each for each in known.values() if _ended_itself(each)]
+    waits = _waits(known)
+    ended = [each for each in known.values() if _ended_itself(each) and not _is_victim(each, waits)]
     ended.sort(key=lambda each: each.ending == -signal.SIGABRT)
     if not ended:
         return None
     return Verdict("ended", (ended[0].rank,), _state(ended[0]), _advice(ended[0]))
+
+
+def _aborted(known: Mapping[int, RankEvidence]) -> Verdict | None:
+    waits = _waits(known)
+    aborted = [rank for rank, each in known.items() if _is_victim(each, waits)]
+    if not aborted:
+        return None
+    site, absent = waits[aborted[0]]
+    found = f"rank {aborted[0]} was killed by SIGABRT while it waited for {_names(sorted(absent))} in {site}"
+    return Verdict("aborted", (), found, "see what the other machines say")
+
+
+def _is_victim(told: RankEvidence, waits: Mapping[int, object]) -> bool:
+    """Whether a library aborted the process, as it does where another rank is gone or sends something else."""
+    return told.ending == -signal.SIGABRT and told.rank in waits
 
 
 def _ended_itself(each: RankEvidence) -> bool:
@@ -270,4 +286,5 @@ def _names(ranks: list[int]) -> str:
     return f"rank {last}" if not others else f"ranks {', '.join(others)} and {last}"
 
 
-_RULES = {"differ": _differ, "stopped": _stopped, "missing": _missing, "deadlock": _deadlock, "ended": _ended}
+_RULES = {"differ": _differ, "stopped": _stopped, "missing": _missing, "deadlock": _deadlock, "ended": _ended,
+          "aborted": _aborted}  # fmt: skip

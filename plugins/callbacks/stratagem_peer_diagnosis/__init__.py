@@ -68,9 +68,11 @@ class PeerDiagnosis(Callback):
         self.recorder = Recorder.start(Path(folder), run.rank, _PHASES) if folder else None
         self._enter(_SETUP)
         if self.recorder is not None and REPORTS_VARIABLE not in os.environ:  # no launcher waits for this process
+            from stratagem_peer_diagnosis.failure_reports import FailureReports
             from stratagem_peer_diagnosis.last_words import LastWords
 
-            self.last_words = LastWords.listen(self.recorder)
+            gather = FailureReports(run.collectives).gather
+            self.last_words = LastWords.listen(self.recorder, lambda known: gather(known, run.world))
 
     # --- What this rank does: a record takes a fraction of a microsecond ---------------------------------------------
 

@@ -37,7 +37,7 @@ def explain(
     Args:
         evidence: the folder in which the ranks of this machine write what they do.
     """
-    reports = FailureReports(run.collectives)
+    reports = FailureReports(run.collectives, folder=evidence)
     if is_echo(error):
         if endpoints is None or isinstance(error, PeerError):
             return reports.read(CAUSE_S) or error
@@ -67,7 +67,7 @@ def _look_around(
     absent = elsewhere if elsewhere and waited_s(error, run) else absent
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
-    seen = {} if evidence is None else read_all(evidence)
+    seen = {} if evidence is None else reports.gather(read_all(evidence), run.world)
     found = _by_evidence(run, seen, answers, {run.rank: mine, **doing})
     found = found or finding(error, run, silent, gone, missing, mine, doing, seen)
     # A timeout is first-hand news. A closed connection may be the work of a rank that is about to say more.
@@ -76,6 +76,7 @@ def _look_around(
     if found is None:
         return error
     reports.write(found.found)
+    reports.leave(found.found)
     found.__cause__ = error
     return found
 

@@ -131,9 +131,9 @@ class Endpoints:
         return _ask_all(asked, self.token, time.monotonic() + limit_s)
 
     def evidence_here(self) -> str:
-        """Return the folder for evidence that another rank of this machine opened; "" if none did."""
-        here = socket.gethostname()
-        return next((peer.evidence for peer in self.peers if peer.evidence and peer.host == here), "")
+        """Return the folder for evidence that the first rank of this machine opened; "" if it did not."""
+        first = self._world.rank - self._world.local_rank
+        return next((peer.evidence for peer in self.peers if peer.rank == first), "")
 
     def close(self) -> None:
         """Close the endpoint: for others this process is gone."""

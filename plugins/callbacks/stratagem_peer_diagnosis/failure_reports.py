@@ -9,33 +9,55 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import PeerError
+from stratagem_evidence import as_text, from_text
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from stratagem.api import Collectives
+    from stratagem.api.world import World
+    from stratagem_evidence import RankEvidence
 
 #: How long ranks wait for each other's reports. A rank that hosts the store stays so long, for others to look.
 REPORT_S = 1.0
 #: How long a rank that only lost a connection waits for the report of one that knows more.
 CAUSE_S = 2.0
+#: How long a machine waits for the evidence of the others.
+GATHER_S = 2.0
+#: Of so many machines each asks all others.
+_FEW = 8
 #: How long to wait for a report that should be there already, and how long the store may take: its host may be cut off.
 AT_ONCE_S = 0.05
 STORE_S = 1.0
 
 
 class FailureReports:
-    """The reports of all ranks. A store that was slow once is not asked again."""
+    """The reports of all ranks. A store that was slow once is not asked again.
 
-    def __init__(self, collectives: Collectives, store_s: float = STORE_S) -> None:
+    Args:
+        folder: where the ranks of this machine leave what they found: the store's host may be gone.
+    """
+
+    def __init__(self, collectives: Collectives, store_s: float = STORE_S, folder: Path | None = None) -> None:
         self._collectives, self.is_open, self._store_s = collectives, True, store_s
+        self._file = None if folder is None else folder / "cause"
 
     def read(self, limit_s: float) -> PeerError | None:
         """Return the cause that a rank reported as an error, if one does within `limit_s`."""
         cause = self._ask(lambda: self._collectives.read_failure_report(limit_s), limit_s + self._store_s)
+        if cause is None and self._file is not None and self._file.exists():
+            cause = self._file.read_text()
         return None if cause is None else PeerError(cause, do="this rank stops with it")
 
     def write(self, cause: str) -> None:
         """Report `cause` to the others, unless a rank has reported one already."""
         self._ask(lambda: self._collectives.report_failure(cause), self._store_s)
+
+    def leave(self, cause: str) -> None:
+        """Report `cause` to the others of this machine, too."""
+        if self._file is not None:
+            with contextlib.suppress(OSError), self._file.open("x") as file:
+                file.write(cause)
 
     def exchange(self, alive: set[int]) -> set[int]:
         """Report that this rank failed; return which of the ranks `alive` did, once all have or the time is up.
@@ -55,6 +77,30 @@ class FailureReports:
         if reported != alive:
             time.sleep(max(0.0, deadline - time.monotonic()))
         return set(reported)
+
+    def gather(self, known: dict[int, RankEvidence], world: World | None) -> dict[int, RankEvidence]:
+        """Tell the other machines what is `known` of the ranks of this one; return that with what they tell.
+
+        Of many machines only the one with rank 0 asks the others; its finding is a report.
+        """
+        assert world is not None, "connected"
+        gathered = dict(known)
+
+        def tell_and_ask() -> None:
+            store, deadline = self._collectives.key_value_store(), time.monotonic() + GATHER_S
+            store.put(f"evidence/{world.node_rank}", as_text(known))
+            asked = set(range(world.num_nodes)) - {world.node_rank}
+            asked = asked if world.node_rank == 0 or world.num_nodes <= _FEW else set()
+            while asked and time.monotonic() < deadline:
+                for node in sorted(asked):
+                    if (text := store.get(f"evidence/{node}")) is not None:
+                        gathered.update(from_text(text))
+                        asked.remove(node)
+                time.sleep(0.02)
+
+        if world.num_nodes > 1:
+            self._ask(tell_and_ask, GATHER_S + self._store_s)
+        return gathered
 
     def ask(self, call: Callable[[], Any]) -> Any:
         """Return what `call`, a question to the store, returns; None if it fails or takes too long."""

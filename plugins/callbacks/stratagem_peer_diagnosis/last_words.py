@@ -5,7 +5,8 @@ torchrun, srun and mpirun end all processes as soon as one has ended, with SIGTE
 the victim. Nobody waits for what the others know. So a thread of each process gets SIGTERM first: the signal wakes it
 through a file descriptor while the main thread may be waiting for other ranks. It marks this process as one that was
 ended. The lowest rank of the machine that still runs then reads what all ranks of the machine have written, prints the
-verdict, and all end by the signal. A program or a plugin that handles SIGTERM itself is left alone.
+verdict, and all end by the signal. Over several machines these ranks exchange first what they have read. A program or a
+plugin that handles SIGTERM itself is left alone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import time
 from typing import TYPE_CHECKING
 
 from stratagem.distributed.launched import libc
-from stratagem_evidence import delete_evidence, in_words, read_kept
+from stratagem_evidence import delete_evidence, in_words, judged, read_all
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
-    from stratagem_evidence import Recorder
+    from stratagem_evidence import RankEvidence, Recorder
+
+    Known = dict[int, RankEvidence]
 
 #: How long the others have to mark themselves.
 _MARK_S = 0.3
@@ -32,8 +36,8 @@ _MARK_S = 0.3
 class LastWords:
     """Listens for SIGTERM until it is closed."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, gather: Callable[[Known], Known]) -> None:
+        self._recorder, self._gather = recorder, gather
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._is_closed = False
@@ -43,10 +47,14 @@ class LastWords:
         threading.Thread(target=self._listen, daemon=True, name="stratagem-last-words").start()
 
     @classmethod
-    def listen(cls, recorder: Recorder) -> LastWords | None:
-        """Listen from now on; return None where somebody else handles the signal, or outside of the main thread."""
+    def listen(cls, recorder: Recorder, gather: Callable[[Known], Known] = dict) -> LastWords | None:
+        """Listen from now on; return None where somebody else handles the signal, or outside of the main thread.
+
+        Args:
+            gather: what adds the evidence of other machines to that of this one.
+        """
         in_main = threading.current_thread() is threading.main_thread()
-        return cls(recorder) if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
+        return cls(recorder, gather) if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
 
     def close(self) -> None:
         """Leave the signal to whoever had it before. Safe to call in any thread: only the main one can."""
@@ -79,10 +87,16 @@ class LastWords:
         try:
             self._recorder.mark("told to end")
             time.sleep(_MARK_S)
-            sentence, known = read_kept(self._recorder.folder)
+            here = read_all(self._recorder.folder)
+            if self._recorder.rank != min(rank for rank, each in here.items() if each.runs or each.was_told_to_end):
+                return
+            judged(here)  # which processes are gone, for the other machines
+            known = self._gather(here)
+            sentence = judged(known)
             if not sentence or any(each.has_own_error for each in known.values()):
-                delete_evidence(self._recorder.folder, self._recorder.rank)  # all run, or one has printed its error
-            elif self._recorder.rank == min(rank for rank, each in known.items() if each.runs or each.was_told_to_end):
+                for rank in here:
+                    delete_evidence(self._recorder.folder, rank)  # all run, or one has printed its error
+            else:
                 print(in_words(sentence, self._recorder.folder), file=sys.stderr, flush=True)
         finally:
             libc().signal(signal.SIGTERM, signal.SIG_DFL)  # Python allows it in the main thread alone
