@@ -11,7 +11,7 @@ import torch
 from stratagem.api.layout import byte_text
 from stratagem.errors import StratagemError
 from stratagem_callbacks.memory_held import UNKNOWN, Held, Memory, held_by, read_memory
-from stratagem_callbacks.memory_ways import ways_out
+from stratagem_callbacks.memory_ways import BACKWARD, OPTIMIZER_STEP, ways_out
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 _WORDS = ("out of memory", "not enough memory", "cannot allocate memory")
 #: Of a device's memory, how much of it others hold that an error says so first: libraries such as NCCL hold some, too.
 OTHERS = 0.1
-#: What a step does in which method of `stratagem.runtime.step.Step`.
-_PARTS = {"training_step": "training_step", "differentiate": "backward", "optimizer_step": "the optimizer step"}
-_STAGES = {
-    "train": "training", "sanity_check": "the sanity check", "validate": "validation", "test": "the test",
-    "predict": "prediction",
-}  # fmt: skip
+#: Methods of `stratagem.runtime.step.Step`, and what they do.
+_PARTS = {"differentiate": BACKWARD, "optimizer_step": OPTIMIZER_STEP}
+_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Numbers of bytes in torch's messages, as of the moment at which memory ran out.
 _TOLD = {
     "asked": r"[Tt]ried to allocate ([\d.]+ \w+)",
@@ -60,7 +57,7 @@ def explained(error: RuntimeError, trainer: TrainerView) -> OutOfMemoryError | N
     held, part = held_by(trainer, device, memory.allocated), _part(error, trainer)
     found = f"rank {trainer.global_rank} ran out of memory on {device}, in {part}{_position(trainer)}: "
     found += f"{_asked(memory)}; {_holders(held, memory)}"
-    ways = ways_out(trainer, held, memory, steps=part == _PARTS["optimizer_step"])
+    ways = ways_out(trainer, held, memory, part)
     do = ", or ".join(way.text for way in ways)
     if memory.others > OTHERS * memory.total:
         found = f"other processes hold {byte_text(memory.others)} of {device}; {found}"
@@ -89,13 +86,15 @@ def _device_of(text: str, device: torch.device) -> torch.device:
 
 
 def _part(error: BaseException, trainer: TrainerView) -> str:
-    """Return in which part of a step, or in which stage, `error` was raised."""
-    parts = [
-        _PARTS[frame.f_code.co_name]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"] == "stratagem.runtime.step" and frame.f_code.co_name in _PARTS
-    ]
-    return parts[-1] if parts else _STAGES[trainer.state.stage or "train"]
+    """Return in which method of the module, or part of a step, `error` was raised; else the call of the trainer."""
+    part = str(trainer.state.fn)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_name
+        if name in _METHODS:
+            part = name
+        elif frame.f_globals["__name__"] == "stratagem.runtime.step":
+            part = _PARTS.get(name, part)
+    return part
 
 
 def _position(trainer: TrainerView) -> str:
@@ -111,7 +110,7 @@ def _asked(memory: Memory) -> str:
     asked = "it asked for memory" if memory.asked == UNKNOWN else f"it asked for {byte_text(memory.asked)}"
     if memory.asked > memory.total:
         return f"{asked}, and all of the memory is {byte_text(memory.total)}"
-    allowed = "" if memory.limit == memory.total else f", and {byte_text(memory.limit)} are allowed"
+    allowed = "" if memory.limit is None else f", and {byte_text(memory.limit)} are allowed"
     return f"{asked}, and {byte_text(memory.free)} of {byte_text(memory.total)} were free{allowed}"
 
 

@@ -24,21 +24,22 @@ class Memory:
 
     total: int
     free: int
-    #: What this process may use; as `total` if torch does not limit it.
-    limit: int
     #: What tensors of this process take; of a CPU its resident size.
     allocated: int
     #: What torch's allocator has reserved, and no tensor takes.
     unused: int = 0
     #: What other processes hold, and libraries of this one.
     others: int = 0
+    #: What torch lets this process use; None if that is all.
+    limit: int | None = None
     #: What was asked for in vain; `UNKNOWN` if the error does not tell.
     asked: int = UNKNOWN
 
     @property
     def is_in_pieces(self) -> bool:
         """Whether what was asked for is there, but not in one piece."""
-        return 0 < self.asked <= self.unused + min(self.free, self.limit - self.allocated - self.unused)
+        left = self.free if self.limit is None else min(self.free, self.limit - self.allocated - self.unused)
+        return 0 < self.asked <= self.unused + left
 
 
 def read_memory(device: torch.device, told: dict[str, int]) -> Memory:
@@ -56,7 +57,7 @@ def cuda_memory(device: torch.device) -> Memory:
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     others = total - free - reserved
     return Memory(
-        total=total, free=free, limit=total, allocated=allocated, unused=reserved - allocated, others=others
+        total=total, free=free, allocated=allocated, unused=reserved - allocated, others=others
     )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def host_memory() -> Memory:
 
     machine, resident = psutil.virtual_memory(), psutil.Process().memory_info().rss
     total = min([machine.total, *_limits_of_control_groups()])
-    return Memory(total=total, free=min(machine.available, total - resident), limit=total, allocated=resident)
+    return Memory(total=total, free=min(machine.available, total - resident), allocated=resident)
 
 
 def _limits_of_control_groups() -> Iterator[int]:

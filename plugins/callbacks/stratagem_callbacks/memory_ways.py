@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from stratagem_callbacks.memory_held import Held, Memory
     from stratagem_trainer.api import TrainerView
 
+#: Where memory may run out, other than in a call or a method of the module.
+BACKWARD, OPTIMIZER_STEP = "backward", "the optimizer step"
+_TRAINING = ("fit", "training_step", BACKWARD, OPTIMIZER_STEP)
 _MOST = 3
 #: What takes less of the memory is not worth a change.
 _SHARE = 0.1
@@ -32,22 +35,30 @@ class Way:
     arguments: dict[str, Any] = Factory(dict)
 
 
-def ways_out(trainer: TrainerView, held: Held, memory: Memory, *, steps: bool) -> list[Way]:
+def ways_out(trainer: TrainerView, held: Held, memory: Memory, part: str) -> list[Way]:
     """Return up to three ways, the one that saves most first, and a command that tells before a run.
 
     Args:
-        steps: memory ran out in an optimizer's step, which makes its state.
+        part: where memory ran out: a call of the trainer, a method of the module, `BACKWARD` or `OPTIMIZER_STEP`.
     """
-    asked = max(memory.asked, 0)
+    asked, steps = max(memory.asked, 0), part == OPTIMIZER_STEP  # the first step makes the optimizer's state
     smaller = [*_with_smaller_states(trainer, held, asked if steps else 0)]
-    fewer = [*_with_fewer_activations(trainer)]
+    fewer = [*_with_fewer_activations(trainer, trains=part in _TRAINING)]
     sizes = [(held.states + asked * steps, smaller), (held.rest + asked * (not steps), fewer)]
     (largest, first), (other, second) = sorted(sizes, key=lambda size: -size[0])
     ways = [*_with_one_piece(memory), *first, *(second if other >= _SHARE * (largest + other) else ())]
-    accepted = list(islice((way for way in ways if not way.arguments or trainer.accepts(**way.arguments)), _MOST))
+    accepted = list(islice((way for way in ways if _is_open(way, trainer)), _MOST))
     if trainer.run.device.type != "cpu" and importlib.util.find_spec("stratagem_plan") is not None:
         accepted.append(Way("see what fits before a run: `stratagem plan SCRIPT`, `stratagem advise SCRIPT`"))
     return accepted
+
+
+def _is_open(way: Way, trainer: TrainerView) -> bool:
+    """Whether `trainer` accepts `way`, and has not taken it."""
+    run = trainer.run
+    if way.arguments.get("strategy") == run.name_of(run.strategy):
+        return False
+    return not way.arguments or trainer.accepts(**way.arguments)
 
 
 def _with_one_piece(memory: Memory) -> Iterator[Way]:
@@ -55,8 +66,8 @@ def _with_one_piece(memory: Memory) -> Iterator[Way]:
         yield Way(f"set {_ALLOCATOR_VARIABLES[0]}={_EXPANDABLE}: what is free is in pieces")
 
 
-def _with_fewer_activations(trainer: TrainerView) -> Iterator[Way]:
-    if not trainer.training:
+def _with_fewer_activations(trainer: TrainerView, *, trains: bool) -> Iterator[Way]:
+    if not trains:
         yield Way("use smaller batches")
     else:
         if _has_blocks(trainer.module) and not _is_recomputed(trainer.module):
