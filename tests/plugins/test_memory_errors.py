@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from programs import scripts
 from stratagem.callbacks import EMA
 from stratagem.errors import PeerError
 from stratagem_callbacks import memory_errors, memory_ways
@@ -159,24 +159,16 @@ def test_other_errors_are_left_alone():
 
 PROGRAM = """
 import sys
-import torch
 import stratagem as sg
 from stratagem_testing.reference import Net, joined_batches
-from test_memory_errors import Needy, QUIET
 
-{body}
-"""
-
-
-def test_the_explanation_is_imported_when_it_is_needed():
-    body = """
-sg.Trainer(**QUIET).fit(Net(), joined_batches(2, 8))
+sg.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False).fit(Net(), joined_batches(2, 8))
 print([name for name in sys.modules if name.startswith("stratagem_callbacks.memory")])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(body=body).replace("from test_memory_errors import Needy, QUIET", f"QUIET = {QUIET}")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+
+
+def test_the_explanation_is_imported_when_it_is_needed(tmp_path):
+    done = scripts.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=True)
 
     assert done.stdout == "[]\n"
 
@@ -302,7 +294,7 @@ def test_an_allocator_that_expands_segments_is_not_told_to(monkeypatch):
     assert not [*memory_ways._with_one_piece(memory)]
 
 
-def test_a_limit_of_the_process_is_no_free_memory():
+def test_what_a_limit_forbids_is_not_free():
     assert not Memory(total=80, free=70, limit=10, allocated=8, unused=1, asked=4).is_in_pieces
     assert Memory(total=80, free=70, limit=10, allocated=5, unused=1, asked=4).is_in_pieces
 

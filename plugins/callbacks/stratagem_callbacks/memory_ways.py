@@ -114,7 +114,8 @@ def _steps_all(trainer: TrainerView) -> bool:
     """Whether each rank steps all parameters, rather than a part of them."""
     groups = [group for optimizer in trainer.run.optimizers for group in optimizer.param_groups]
     stepped = sum(parameter.numel() for group in groups for parameter in group["params"])
-    return stepped >= sum(parameter.numel() for parameter in trainer.module.parameters() if parameter.requires_grad)
+    trained = [parameter for parameter in trainer.module.parameters() if parameter.requires_grad]
+    return bool(stepped >= sum(parameter.numel() for parameter in trained))
 
 
 def _strategy(name: str, why: str) -> Way:
