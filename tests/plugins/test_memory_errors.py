@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 
 import pytest
@@ -173,6 +174,50 @@ def test_the_explanation_is_imported_when_it_is_needed(tmp_path):
     assert done.stdout == "[]\n"
 
 
+LIMITED = """
+import resource
+import torch
+import stratagem as sg
+from stratagem_testing.reference import Net, joined_batches
+
+
+class Hoards(Net):
+    def __init__(self):
+        super().__init__()
+        self.lazy = torch.nn.LazyLinear(3)  # without values until it is called
+
+    def training_step(self, batch, batch_idx):
+        kept = []
+        while True:
+            kept.append(torch.zeros(1 << 22))
+
+
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+try:
+    sg.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).fit(Hoards(), joined_batches(2, 8))
+except torch.OutOfMemoryError as error:
+    print(error)
+"""
+
+
+def test_a_process_whose_memory_is_really_full_says_so(tmp_path):
+    done = scripts.run([sys.executable, "-c", LIMITED], cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    held = re.search(r"and 4.0 GiB are allowed; it held ([\d.]+) GiB of activations", done.stdout)
+    assert held, done.stdout + done.stderr
+    assert 1 < float(held[1]) < 4
+    assert "it asked for 16.0 MiB, and " in done.stdout
+    assert "PYTORCH_ALLOC_CONF" not in done.stdout
+
+
+def test_an_error_that_cannot_be_explained_is_not_lost(monkeypatch):
+    monkeypatch.setattr(memory_errors, "explained", None)
+    with pytest.raises(RuntimeError) as raised:
+        sg.Trainer(**QUIET).fit(Needy(), loader())
+
+    assert type(raised.value) is RuntimeError
+
+
 # --- Several ranks -----------------------------------------------------------------------------------------------
 
 
@@ -296,7 +341,7 @@ def test_an_allocator_that_expands_segments_is_not_told_to(monkeypatch):
 
 def test_what_a_limit_forbids_is_not_free():
     assert not Memory(total=80, free=70, limit=10, allocated=8, unused=1, asked=4).is_in_pieces
-    assert Memory(total=80, free=70, limit=10, allocated=5, unused=1, asked=4).is_in_pieces
+    assert Memory(total=80, free=70, limit=10, allocated=5, unused=2, asked=4).is_in_pieces
 
 
 # --- Ways out ----------------------------------------------------------------------------------------------------
@@ -315,7 +360,7 @@ class Collects(sg.Callback):
 
 def _ways(rank, world_size, options):
     memory_ways._MOST, memory_ways._SHARE, callback = 99, 0.0, Collects()
-    given = QUIET | {"devices": world_size} | options
+    given = QUIET | {"devices": world_size or 1} | options
     sg.Trainer(**given | {"callbacks": [callback, *given.get("callbacks", [])]}).fit(Needy("nothing"), loader())
     return [[(way.text, way.arguments) for way in ways] for ways in callback.ways]
 
@@ -342,8 +387,9 @@ MIXED, TRUE = 'set precision="bf16-mixed"', 'set precision="bf16-true"'
         ({"accumulate_grad_batches": 2}, [CHECKPOINTING, BATCHES.replace("=2", "=4"), MIXED, TRUE]),
         ({"precision": "bf16-mixed"}, [CHECKPOINTING, BATCHES, TRUE]),
         ({"precision": "bf16-true"}, [CHECKPOINTING, BATCHES]),
+        ({"strategy": "dp", "devices": 2}, [BATCHES, MIXED, TRUE]),
     ],
-    ids=["none", "checkpointing", "accumulation", "bf16-mixed", "bf16-true"],
+    ids=["none", "checkpointing", "accumulation", "bf16-mixed", "bf16-true", "dp"],
 )
 def test_what_is_used_already_is_not_proposed(options, expected, monkeypatch):
     monkeypatch.setattr(memory_ways, "_MOST", 99)
@@ -403,3 +449,11 @@ def test_each_way_out_of_ddp_trains():
 @pytest.mark.parametrize("options", [{"strategy": each} for each in STRATEGIES[1:]] + OTHERS, ids=name_of)
 def test_each_way_out_of_a_strategy_trains(options):
     assert accepted(options)
+
+
+def test_a_strategy_that_refuses_another_argument_is_not_proposed():
+    options = {"strategy": "ddp", "comm_hook": "fp16_compress"}
+    activations, _ = run_in_processes(_ways, 2, options)[0]
+
+    assert 'choose strategy="ddp_sharded"' in [text.partition(",")[0] for text, _ in activations]
+    assert not [text for text, _ in activations if "fsdp" in text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -45,9 +46,10 @@ class Ending(Callback):
     @hookimpl(trylast=True)
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
         if isinstance(exception, RuntimeError):
-            from stratagem_callbacks.memory_errors import explained
+            with contextlib.suppress(Exception):  # memory may be short for that, too: the error must not be lost
+                from stratagem_callbacks.memory_errors import explained
 
-            self._explanation = explained(exception, trainer)
+                self._explanation = explained(exception, trainer)
         if self._training:
             self._training = False
             found = filter(None, [self._rest(trainer), _files(trainer)])

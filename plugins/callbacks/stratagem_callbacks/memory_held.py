@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
@@ -30,7 +31,7 @@ class Memory:
     unused: int = 0
     #: What other processes hold, and libraries of this one.
     others: int = 0
-    #: What torch lets this process use; None if that is all.
+    #: What this process may use, by torch or by ``ulimit -v``; None if that is all.
     limit: int | None = None
     #: What was asked for in vain; `UNKNOWN` if the error does not tell.
     asked: int = UNKNOWN
@@ -39,7 +40,7 @@ class Memory:
     def is_in_pieces(self) -> bool:
         """Whether what was asked for is there, but not in one piece."""
         left = self.free if self.limit is None else min(self.free, self.limit - self.allocated - self.unused)
-        return 0 < self.asked <= self.unused + left
+        return left < self.asked <= self.unused + left
 
 
 def read_memory(device: torch.device, told: dict[str, int]) -> Memory:
@@ -63,11 +64,15 @@ def cuda_memory(device: torch.device) -> Memory:
 
 def host_memory() -> Memory:
     """Return the memory of the machine, or of the control group in which this process is."""
+    import resource
+
     import psutil
 
     machine, resident = psutil.virtual_memory(), psutil.Process().memory_info().rss
     total = min([machine.total, *_limits_of_control_groups()])
-    return Memory(total=total, free=min(machine.available, total - resident), allocated=resident)
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = None if addresses == resource.RLIM_INFINITY else addresses
+    return Memory(total=total, free=min(machine.available, total - resident), limit=limit, allocated=resident)
 
 
 def _limits_of_control_groups() -> Iterator[int]:
@@ -147,7 +152,7 @@ def _new_bytes(tensors: Iterable[Any], device: torch.device, seen: set[int]) -> 
     """Yield the sizes of the storages of `tensors` on `device` that are not in `seen`, and add those."""
     for tensor in tensors:
         part = getattr(tensor, "_local_tensor", tensor)
-        if part.device == device and part.layout is torch.strided:
+        if not is_lazy(part) and part.device == device and part.layout is torch.strided:
             storage = part.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)

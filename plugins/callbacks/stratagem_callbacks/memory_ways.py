@@ -70,7 +70,8 @@ def _with_fewer_activations(trainer: TrainerView, *, trains: bool) -> Iterator[W
     if not trains:
         yield Way("use smaller batches")
     else:
-        if _has_blocks(trainer.module) and not _is_recomputed(trainer.module):
+        is_copied = len(trainer.run.devices) > 1  # in one process: copies would recompute the original
+        if not is_copied and _has_blocks(trainer.module) and not _is_recomputed(trainer.module):
             yield Way('set activation_checkpointing="blocks"', {"activation_checkpointing": "blocks"})
         yield from _with_smaller_batches(trainer)
     if trainer.run.policy.compute_dtype in (None, torch.float32):
