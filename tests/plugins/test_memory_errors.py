@@ -168,6 +168,7 @@ print([name for name in sys.modules if name.startswith("stratagem_callbacks.memo
 """
 
 
+@pytest.mark.slow
 def test_the_explanation_is_imported_when_it_is_needed(tmp_path):
     done = scripts.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=True)
 
@@ -200,6 +201,7 @@ except torch.OutOfMemoryError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_memory_is_really_full_says_so(tmp_path):
     done = scripts.run([sys.executable, "-c", LIMITED], cwd=tmp_path, capture_output=True, text=True, check=True)
 
@@ -439,12 +441,14 @@ def accepted(options):
     return [text.partition(",")[0] for text, _ in states]
 
 
+@pytest.mark.slow
 def test_each_way_out_of_ddp_trains():
     assert accepted({"strategy": "ddp"}) == [
         'choose strategy="ddp_sharded"', 'choose strategy="fsdp"', TRUE, CHECKPOINTING, BATCHES, MIXED,
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(guard="tests/plugins/test_memory_errors.py::test_each_way_out_of_ddp_trains")
 @pytest.mark.parametrize("options", [{"strategy": each} for each in STRATEGIES[1:]] + OTHERS, ids=name_of)
 def test_each_way_out_of_a_strategy_trains(options):
