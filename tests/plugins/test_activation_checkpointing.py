@@ -148,9 +148,9 @@ def choose(module, recurse, nonwrapped_numel):
     "wanted",
     [
         {Block}, [Block], Block, "Block", {"Block"}, ModuleWrapPolicy({Block}), {"policy": "Block"},
-        choose,
+        choose, "blocks",
     ],
-    ids=["set", "list", "class", "name", "names", "torch policy", "mapping", "callable"],
+    ids=["set", "list", "class", "name", "names", "torch policy", "mapping", "callable", "blocks"],
 )  # fmt: skip
 def test_every_way_to_say_which_parts(wanted):
     assert [block.calls for block in fitted(wanted, joined_batches(2, 16)).net[1:3]] == [4, 4]

@@ -134,12 +134,16 @@ class Killed(Net):
 
 trainer(strategy="ddp", devices=2).fit(Killed(), loader())
 """),
+    ],
+    "Out of memory": [
         (1, """
 class Large(Net):
     def training_step(self, batch, batch_idx):
-        torch.empty(10**15)
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            torch.empty(10**15)
+        return super().training_step(batch, batch_idx)
 
-trainer().fit(Large(), loader())
+trainer(strategy="ddp", devices=2).fit(Large(), loader())
 """),
     ],
     "The loss is nan": [
@@ -311,7 +315,7 @@ SLURM = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "train", "SLURM_RESTART_COUNT":
 #: Situations that take more than some seconds: several processes, or a timeout.
 SLOW = {
     "Training hangs at the start", "The script starts itself again", "Training hangs in the middle",
-    "Training hangs at the end", "A rank is killed: out of memory", "A checkpoint does not load",
+    "Training hangs at the end", "A rank is killed: out of memory", "Out of memory", "A checkpoint does not load",
     "Resuming starts at step 0", "An argument or an option is refused", "The second process does not start: port in use",
     "Several processes in a notebook", "An option differs on ranks",
 }  # fmt: skip

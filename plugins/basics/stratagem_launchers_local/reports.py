@@ -88,6 +88,7 @@ def _as_error(found: Report) -> StratagemError:
     if found.parts and isinstance(cls, type):
         error: StratagemError = cls(found.parts["found"], expected=found.parts["expected"], do=found.parts["do"])
     else:
-        error = LaunchError(f"rank {found.rank} failed with {found.type}: {found.message}", do="its traceback is below")
+        message = found.message.rstrip(".")
+        error = LaunchError(f"rank {found.rank} failed with {found.type}: {message}", do="its traceback is below")
     error.add_note(note)
     return error

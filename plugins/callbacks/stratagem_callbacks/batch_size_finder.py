@@ -13,6 +13,7 @@ from stratagem.api import hookimpl
 from stratagem.api.batches import with_batch_size
 from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
+from stratagem_callbacks.memory_errors import is_out_of_memory
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class BatchSizeFinder(Callback):
             for number, batch in enumerate(itertools.islice(loader, self.steps_per_trial)):
                 step(batch, number)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             return False
         finally:
@@ -109,9 +110,3 @@ class BatchSizeFinder(Callback):
             if trainer.run.device.type != "cpu":
                 torch.accelerator.empty_cache()
         return True
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    matches = any(words in text for words in ("out of memory", "not enough memory", "cannot allocate memory"))
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or matches

@@ -1,7 +1,8 @@
-"""Say in two lines why a fit ended, and where its files are."""
+"""Say in two lines why a fit ended, and where its files are; explain the error if memory ran out."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from stratagem.api.peer_errors import is_echo
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from stratagem_trainer.api import TrainerView
 
 
@@ -21,11 +24,14 @@ if TYPE_CHECKING:
 class Ending(Callback):
     """Print two lines when a fit ends: the limit, callback, signal or error that ended it, and the files that it wrote.
 
-    They go where the progress bar goes, and to stderr with ``enable_progress_bar=False``.
+    They go where the progress bar goes, and to stderr with ``enable_progress_bar=False``. If a call of the trainer ran
+    out of memory, its error says what held the memory, and what to change.
     """
 
     _training: bool = field(init=False, default=False)
     _first_step: int = field(init=False, default=0)
+    #: The error to raise in place of one that says that memory ran out.
+    _explanation: BaseException | None = field(init=False, default=None, repr=False)
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
@@ -39,10 +45,21 @@ class Ending(Callback):
 
     @hookimpl(trylast=True)
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
+        if isinstance(exception, RuntimeError):
+            with contextlib.suppress(Exception):  # memory may be short for that, too: the error must not be lost
+                from stratagem_callbacks.memory_errors import explained
+
+                self._explanation = explained(exception, trainer)
         if self._training:
             self._training = False
             found = filter(None, [self._rest(trainer), _files(trainer)])
-            _print(trainer, _reason(trainer, exception), "; ".join(found))
+            _print(trainer, _reason(trainer, self._explanation or exception), "; ".join(found))
+
+    @hookimpl(wrapper=True)
+    def explain_error(self) -> Generator[None, BaseException, BaseException]:
+        error = yield
+        explanation, self._explanation = self._explanation, None
+        return explanation if explanation is not None and explanation.__cause__ is error else error
 
     def _rest(self, trainer: TrainerView) -> str:
         """Return what a fit that an exception ended can be continued from."""

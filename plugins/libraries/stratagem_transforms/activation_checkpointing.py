@@ -71,7 +71,7 @@ def read(wanted: Any) -> tuple[Any, str]:
     Raises:
         ConfigError: neither a policy nor a mapping with a policy and a mode.
     """
-    if isinstance(wanted, str):
+    if isinstance(wanted, str) and wanted != "blocks":
         wanted = {name.strip() for name in wanted.split(",")}
     policy, mode = wanted, "full"
     if isinstance(wanted, Mapping):

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from stratagem.api.capabilities import CUSTOM_CLIPPING, CUSTOM_STEP
+from stratagem.api.capabilities import (
+    CLOSURE_OPTIMIZERS,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
+    MANUAL_OPTIMIZATION,
+    MULTIPLE_OPTIMIZERS,
+)
+from stratagem.api.parameters import needs_closure
 from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError
 from stratagem_trainer.api.events import EVENTS, ModuleEvents
@@ -24,6 +31,8 @@ from stratagem_trainer.moved_methods import refuse_moved
 from stratagem_trainer.signatures import takes
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from stratagem.stack.plugins import Stack
 
 
@@ -112,6 +121,26 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         _check_arguments(datamodule, DATA_CALLED_WITH, DataModule)
     if stage == "fit":
         _check_strategy(module, stack)
+
+
+def check_optimizers(module: Module, optimizers: Sequence[Optimizer], stack: Stack) -> None:
+    """Refuse `optimizers`, or a `module` that steps them itself, which the strategy cannot step so.
+
+    Raises:
+        ConfigError: it lacks a capability that this needs.
+    """
+    provides = stack.strategy.capabilities.provides
+    needs = {
+        MULTIPLE_OPTIMIZERS: len(optimizers) > 1,
+        MANUAL_OPTIMIZATION: not module.automatic_optimization,
+        CLOSURE_OPTIMIZERS: any(needs_closure(optimizer) for optimizer in optimizers),
+    }
+    for word, needed in needs.items():
+        if needed and word not in provides:
+            raise ConfigError(
+                f"{type(module).__name__} needs {word!r}, which {stack.strategies[-1]} lacks",
+                do="choose a strategy that provides it (`stratagem plugins show NAME`)",
+            )
 
 
 def _check_hidden(module: Module) -> None:

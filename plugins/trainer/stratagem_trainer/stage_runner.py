@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.capabilities import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
-from stratagem.api.parameters import needs_closure
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
@@ -26,7 +24,7 @@ from stratagem_trainer.hyperparameters import logged_hyperparameters
 from stratagem_trainer.loops import TrainLoop
 from stratagem_trainer.metric_objects import gathered_once
 from stratagem_trainer.module import Module, build, overrides
-from stratagem_trainer.module_checks import check
+from stratagem_trainer.module_checks import check, check_optimizers
 from stratagem_trainer.optimizer_handle import OptimizerHandle
 from stratagem_trainer.optimizers import read
 from stratagem_trainer.request import RequestLoaders, StageRequest
@@ -181,22 +179,8 @@ class StageRunner:
         if overrides(self.module, "lr_scheduler_step"):
             for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step
-        self._check_optimizers(optimizers)
+        check_optimizers(self.module, optimizers, self.run.stack)
         return optimizers
-
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        provided = self.run.stack.strategy.capabilities.provides
-        needs = {
-            MULTIPLE_OPTIMIZERS: len(optimizers) > 1,
-            MANUAL_OPTIMIZATION: self.run.manual,
-            CLOSURE_OPTIMIZERS: any(needs_closure(optimizer) for optimizer in optimizers),
-        }
-        for word, needed in needs.items():
-            if needed and word not in provided:
-                raise ConfigError(
-                    f"{type(self.module).__name__} needs {word!r}, which {self.run.stack.strategies[-1]} lacks",
-                    do="choose a strategy that provides it (`stratagem plugins show NAME`)",
-                )
 
     def _make_fit_loaders(self) -> None:
         """Make the loaders of a fit, once: `configure_optimizers` may ask how long training is. Collective."""

@@ -279,6 +279,15 @@ class View(CallView):
 
         return trial_steps(self._state, who)
 
+    def accepts(self, **arguments: Any) -> bool:
+        """Whether this model could be trained with these `arguments` in place of the trainer's own.
+
+        As far as that is known before processes start: plugins, options and capabilities fit.
+        """
+        from stratagem_trainer.alternatives import accepts
+
+        return accepts(self._state, arguments)
+
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
         """Write to `filepath` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
 

@@ -303,3 +303,9 @@ class TrainerView(Protocol):
         ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``. Afterwards weights, optimizer,
         precision, random numbers and metrics are as before.
         """
+
+    def accepts(self, **arguments: Any) -> bool:
+        """Whether this model could be trained with these `arguments` in place of the trainer's own.
+
+        As far as that is known before processes start: plugins, options and capabilities fit.
+        """
