@@ -1,10 +1,14 @@
 """stragglers names the rank that makes the others wait, and the phase in which it is slow; otherwise it names nobody."""
 
+import csv
 import functools
 import random
+import re
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +17,21 @@ from torch import nn
 import stratagem as sg
 from stratagem.callbacks import Stragglers
 from stratagem.errors import ConfigError
-from stratagem_callbacks.rank_times import BACKWARD, NEXT_BATCH, OPTIMIZER_STEP, PHASES, TRAINING_STEP, stragglers, told
+from stratagem_callbacks import rank_times
+from stratagem_callbacks.rank_times import (
+    BACKWARD,
+    NEXT_BATCH,
+    OPTIMIZER_STEP,
+    PHASES,
+    TRAINING_STEP,
+    DeviceClock,
+    stragglers,
+    told,
+)
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part
 
+ROOT = Path(__file__).parents[2]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 OWN = [NEXT_BATCH, TRAINING_STEP, BACKWARD, OPTIMIZER_STEP]
 UNITS = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}
@@ -115,7 +130,7 @@ def _is_named(said, rank, phase):
     return sentence.startswith(f"rank {rank} (host ") and f" is slower than the others: {phase} takes " in sentence
 
 
-# --- Who is named --------------------------------------------------------------------------------------------------
+# --- Which rank is named --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,6 +183,42 @@ def test_nobody_is_blamed_for_a_phase_with_collectives(strategy):
     assert all(not said for said, *_ in run_in_processes(_fit, 2, Slow, strategy, 1, "backward"))
 
 
+def _fit_with_report(rank, world_size, folder):
+    callbacks = [Stragglers(every_n_steps=2), "report"]
+    options = {"callbacks": callbacks, "logger": "csv", "default_root_dir": folder}
+    trainer = sg.Trainer(**(QUIET | {"max_epochs": 1, "strategy": "ddp", "devices": world_size} | options))
+    model = Slow("training_step" if rank == 1 else None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rank 1 .*is slower")
+        trainer.fit(model, part(joined_batches(7, 12), rank, world_size))
+
+
+def _in_letters(text):
+    """Return `text` on one line, without its numbers and its host."""
+    return re.sub(r"[\d.,]*\d", "N", re.sub(r"\(host \S+\)", "(host H)", " ".join(text.split())))
+
+
+def test_the_message_of_the_page_is_that_of_a_run():
+    section = (ROOT / "docs" / "postmortem.md").read_text().partition("## It is slow")[2].partition("\n## ")[0]
+    (shown,) = re.findall(r"(?:^ {4}\S.*\n)+", re.sub(r"```.*?```", "", section, flags=re.DOTALL), re.MULTILINE)
+    (said, *_), _ = run_in_processes(_fit, 2, Slow, "ddp", 1, "next batch")
+
+    assert [_in_letters(each) for each in said] == [_in_letters(shown)]
+
+
+def test_loggers_and_the_report_have_the_figures(tmp_path):
+    run_in_processes(_fit_with_report, 2, str(tmp_path))
+
+    (log,) = tmp_path.rglob("metrics.csv")
+    titles, *rows = list(csv.reader(log.read_text().splitlines()))
+    column = titles.index("stragglers/slower_by")
+    assert float(rows[-1][column]) > 0.2
+    table = (tmp_path / "report.html").read_text().partition("Time of each rank")[2].partition("</table>")[0]
+    cells = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in table.split("<tr>")[1:]]
+    assert cells[0][:4] == ["Rank", "Host", "next batch (ms)", "training_step (ms)"]
+    assert float(cells[2][3]) > 1e3 * SLOW_S
+
+
 def _fit_normalized(rank, world_size):
     return _fit(rank, world_size, Normalized, "ddp", 1, "training_step", sync_batchnorm=True)
 
@@ -183,7 +234,7 @@ def _fit_limited(rank, world_size):
     return _fit(rank, world_size, Slow, "ddp", 1, "next batch", max_time=timedelta(hours=1))
 
 
-def test_flags_that_are_read_late_are_no_wait():
+def test_ranks_do_not_wait_for_flags_that_are_read_late():
     (said, compared, *_), _ = run_in_processes(_fit_limited, 2)
 
     assert _is_named(said, 1, "next batch")
@@ -215,7 +266,7 @@ def _fit_once(rank, world_size):
     return _fit(rank, world_size, Once, "ddp", 1, "once", lambda: 0.05, stragglers={"threshold": 5.0})
 
 
-def test_a_single_slow_step_is_no_straggler():
+def test_a_single_slow_step_makes_no_straggler():
     (said, *_), *_ = run_in_processes(_fit_once, 2)
 
     assert said == []
@@ -259,6 +310,42 @@ def test_what_the_step_hides_is_none():
     rows = [_row(waiting=500), _row(next_batch=20, waiting=490)]
     assert stragglers(rows, OWN, 0.2) == []
     assert stragglers(rows, [NEXT_BATCH], 0.2) == []
+
+
+class Event:
+    """A device's event; `now` is its time in milliseconds."""
+
+    now = 0.0
+    waits = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.now
+
+    def synchronize(self):
+        Event.waits += 1
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_times_of_a_device_are_read_a_window_later(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    monkeypatch.setattr(rank_times, "_backends", lambda ignored: [])
+    clock, taken = DeviceClock(torch.device("cuda")), []
+    for lengths in ((10, 20), (30, 40), (50, 60)):
+        clock.enter(NEXT_BATCH)
+        Event.now += lengths[0]
+        clock.enter(TRAINING_STEP)
+        Event.now += lengths[1]
+        clock.enter(NEXT_BATCH)
+        taken.append(clock.take(None))
+
+    assert taken[0] is None
+    assert [each[:2] for each in taken[1:]] == [pytest.approx([0.01, 0.02]), pytest.approx([0.03, 0.04])]
+    assert Event.waits == 2  # for the last event of a window that is over
 
 
 def test_a_phase_that_is_unclear_on_one_rank_is_compared_on_none():

@@ -66,6 +66,8 @@ class Stragglers(Callback):
     #: None outside of a fit.
     _clock: HostClock | None = field(init=False, default=None, repr=False)
     _hosts: list[str] = field(init=False, factory=list)
+    #: Collectives for which no rank waits.
+    _flags: Any = field(init=False, default=None, repr=False)
     #: The optimizer steps before this window, and at its end; whether it is the first one, of one step.
     _began: int = field(init=False, default=0)
     _until: int = field(init=False, default=0)
@@ -121,6 +123,7 @@ class Stragglers(Callback):
                 "stragglers is chosen and the run has one process", expected="several processes", do="drop it"
             )
         self._hosts = run.collectives.all_gather_object(socket.gethostname())
+        self._flags = run.collectives.duplicate("flags")
         self._overlaps = run.provides(GRADIENT_BUCKETS) and not run.shards_parameters
         self._began, self._until, self._warms_up = trainer.global_step, trainer.global_step + 1, True
         self._sent, self._times, self._before, self._warned, self._shown = None, [], set(), set(), ""
@@ -210,12 +213,11 @@ class Stragglers(Callback):
     def _exchange(self, trainer: TrainerView, clock: HostClock) -> None:
         """Compare the times of the window before, and send those of this one. Collective."""
         self._compare(trainer)
-        flags, step = trainer.run.collectives.duplicate("flags"), trainer.global_step
-        times, warms_up = clock.take(flags.group), self._warms_up
+        step, times, warms_up = trainer.global_step, clock.take(self._flags.group), self._warms_up
         if times is not None and not warms_up:
             count = step - self._began
             per_step = [each / count for each in times]
-            self._sent = flags.unchecked.all_gather_async(torch.tensor(per_step, dtype=torch.float64))
+            self._sent = self._flags.unchecked.all_gather_async(torch.tensor(per_step, dtype=torch.float64))
         self._began, self._until, self._warms_up = step, step + self.every_n_steps, False
 
     def _compare(self, trainer: TrainerView) -> None:
@@ -226,6 +228,8 @@ class Stragglers(Callback):
         rows = sent.wait().view(len(self._hosts), -1).tolist()
         self._times = [row[: len(PHASES)] for row in rows]
         self._compared = told([row[len(PHASES) :] for row in rows])
+        if trainer.run.mesh.num_data_shards < len(rows):  # ranks that share samples send each other what they compute
+            self._compared = [phase for phase in self._compared if phase not in (TRAINING_STEP, BACKWARD)]
         found = stragglers(self._times, self._compared, self.threshold)
         again = [each for each in found if (each.rank, each.phase) in self._before]
         self._before = {(each.rank, each.phase) for each in found}
