@@ -50,10 +50,11 @@ class Stragglers(Callback):
 
     It compares the time that is a rank's own: next batch, training_step, backward until the last gradient is computed,
     and optimizer step. A phase in which collectives begin is left out, since the rank may wait there for another one:
-    `ddp` leaves out nothing; `ddp_sharded` the optimizer step; `fsdp`, and `parallel` with more axes than data, forward
-    and backward; `deepspeed` backward and optimizer step, in stage 3 also forward; and each strategy what contains a
-    module's own collectives, such as those of SyncBatchNorm. It cannot tell a slow network, nor what a rank
-    loses within such a phase. Its messages are sent without a wait, one for `every_n_steps`.
+    `ddp` leaves out nothing; `ddp_sharded` the optimizer step; `fsdp` forward and backward, unless the model is one
+    unit, whose forward counts; `parallel` with more than replicas the same; `deepspeed` the optimizer step, in stages 1
+    and 2 backward if gradients fill more than one bucket, in stage 3 forward and backward. SyncBatchNorm, or a module's
+    own collectives, take forward and backward out. It cannot tell a slow network, nor what a rank loses within a phase
+    that is left out. On devices it reads events; that was not run on a GPU yet.
     """
 
     #: Optimizer steps over which times are added up. A rank is named after two times as many in which it was slow.
