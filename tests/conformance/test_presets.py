@@ -19,7 +19,7 @@ NOT_YET_BY_NAME = {
     "callback-batch_size_finder", "callback-comm_stats", "callback-device_stats", "callback-early_stopping",
     "callback-ema", "callback-global_batch_size", "callback-gradient_accumulation_scheduler",
     "callback-gradient_norms", "callback-learning_rate_monitor", "callback-prediction_writer",
-    "callback-pytorch_profiler", "callback-report", "callback-stochastic_weight_averaging",
+    "callback-pytorch_profiler", "callback-report", "callback-stochastic_weight_averaging", "callback-stragglers",
     "callback-sync_batchnorm", "callback-throughput", "callback-timer", "comm_hook-int8", "comm_hook-noop",
     "comm_hook-post_localsgd", "comm_hook-topk", "strategy-deepspeed_stage_3_offload_nvme", "strategy-ddp2",
     "strategy-ddp_find_unused_parameters_false", "strategy-ddp_fork_find_unused_parameters_false",

@@ -55,7 +55,8 @@ def without_numbers(text):
 @pytest.mark.every_push("skip", "exit_0")
 @pytest.mark.parametrize("kind", OF_THE_PAGE)
 def test_the_messages_of_the_page_are_those_of_runs(kind, tmp_path):
-    text = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
+    text, _, _ = PAGE.read_text().partition("## It is slow")  # test_stragglers.py has the rest
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     shown = re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)
     assert len(shown) == len(OF_THE_PAGE)
     code, text = run(kind, "ddp", 3, "fork", tmp_path)

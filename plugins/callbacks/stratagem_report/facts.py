@@ -21,6 +21,7 @@ from attrs import frozen
 from stratagem.api.options import options, redact
 from stratagem.errors import shown as in_words
 from stratagem_report.origin import origin, written_files
+from stratagem_trainer.api import has_role
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +50,8 @@ class Facts:
     batch_size: int | None
     #: What the strategy tells about its mesh, if it does.
     layout: Layout | None
+    #: The titles and the rows of a table: how long each rank takes; None if no callback measures it.
+    rank_times: tuple[list[str], list[list[str]]] | None
     written_at: str
     folder: str
     #: (title, path, address relative to the page) of the files of the run that exist.
@@ -78,6 +81,7 @@ def gather(trainer: TrainerView, history: History, page: Path) -> Facts:
         world_size=trainer.world_size,
         batch_size=trainer.effective_batch_size,
         layout=run.strategy.layout(run.peers_world, trainer.module),
+        rank_times=next((each.rank_times() for each in trainer.callbacks if has_role(each, "rank-times")), None),
         written_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         folder=str(settings.default_root_dir),
         files=written_files(trainer, page),

@@ -21,7 +21,7 @@ class Callback(CallbackEvents, LogsMetrics, Plugin):
     identified_by_options: ClassVar[bool] = True
     #: What others may ask of it: "best-checkpoint" (it has `best_model_path`), "checkpoint-folder"
     #: (``folder(trainer)``), "checkpoint-on-signal" (``saved_on_signal(path)``, too), "early-stopping"
-    #: (`stopped_epoch`).
+    #: (`stopped_epoch`), "rank-times" (``rank_times()``: the titles of a table and its rows, one of each rank).
     roles: ClassVar[frozenset[str]] = frozenset()
 
 
