@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +102,47 @@ def test_a_faulthandler_of_somebody_else_stays_as_it_is(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, check=True)
 
     assert done.stdout == "True\n"
+
+
+EATING = """
+import sys
+from pathlib import Path
+from stratagem_evidence import Recorder
+
+recorder = Recorder.start(Path(sys.argv[1]), 1, ("next batch",))
+recorder.enter(0, 3, 4)
+eaten = []
+while True:
+    eaten.append(b"x" * (10 << 20))
+"""
+
+
+@pytest.fixture
+def small_group(tmp_path):
+    """A control group with 700 MB of memory."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / f"stratagem-{tmp_path.name}-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                if (group / limit).exists():
+                    (group / limit).write_text(str(700 << 20))
+                    yield group
+                    return
+            finally:
+                group.rmdir()
+    pytest.skip("this container may not make control groups")
+
+
+def test_a_process_that_the_kernel_killed_for_lack_of_memory_is_told_apart(tmp_path, small_group):
+    words = ["sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", EATING]
+    done = subprocess.run([*words, str(tmp_path)], check=False)
+    known = read_all(tmp_path)
+
+    assert done.returncode == -signal.SIGKILL
+    found = verdict(known)
+    assert (found.rule, found.ranks) == ("ended", (1,))
+    assert found.found == "rank 1 was killed by SIGKILL for lack of memory in next batch at step 3, batch 4"
 
 
 # --- The rules ---------------------------------------------------------------------------------------------------

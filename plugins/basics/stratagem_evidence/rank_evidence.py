@@ -17,6 +17,7 @@ import cattrs
 from attrs import define, evolve, field
 
 from stratagem.distributed.uncaught_errors import is_users
+from stratagem_evidence.memory_kills import killed_since
 from stratagem_evidence.recorder import ASK_FOR_STACK
 from stratagem_evidence.ring import Phase, Record, read_ring
 
@@ -43,6 +44,8 @@ class RankEvidence:
     is_gone: bool = False
     #: Its program has come to its end.
     is_over: bool = False
+    #: The kernel killed it for lack of memory.
+    lacked_memory: bool = False
     #: Its process is there, on this machine.
     runs: bool = False
     #: Its process is stopped, by SIGSTOP or by a debugger.
@@ -77,9 +80,12 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                 stack = stacks.read_text() if stacks.exists() else ""
                 state = _state(content.process)
                 runs = state not in ("", "Z", "X")
+                ending = None if runs else _fatal(stack)
+                lacked_memory = not runs and ending is None and not content.end and killed_since(*content.kills)
                 found[int(path.stem)] = RankEvidence(
                     rank=int(path.stem), process=content.process, phase=content.phase, records=content.records,
-                    place=_place(stack), ending=None if runs else _fatal(stack), runs=runs,
+                    place=_place(stack), ending=-signal.SIGKILL if lacked_memory else ending, runs=runs,
+                    lacked_memory=lacked_memory,
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
                     is_echo=content.end == "echo", has_own_error=content.end == "own error",
                     called_exit=content.end == "exit", is_over=content.end == "over",

@@ -14,6 +14,8 @@ from typing import Any
 
 from attrs import frozen
 
+from stratagem_evidence.memory_kills import kills_so_far
+
 #: How many collectives a ring holds.
 LAST = 512
 
@@ -26,6 +28,8 @@ _RECORD = struct.Struct("<QdI")  # number within the group, when it began, site
 ENDS = ("told to end", "echo", "own error", "exit", "over")
 _END_AT, _COUNT_AT, _PHASE_AT, _RECORDS_AT, _STRIDE = 40, 48, 64, 128, 32
 _SIZE = _RECORDS_AT + LAST * _STRIDE
+#: The first line of a file that does not have it yet.
+_NOTHING = '[[], ["", 0]]'
 
 
 @frozen
@@ -94,7 +98,7 @@ class Ring:
         #: By group, and by key: the next number, and the site's index.
         self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._known: dict[Any, tuple[itertools.count[int], int]] = {}
-        os.write(self._sites_file, f"{json.dumps(phases)}\n".encode())
+        os.write(self._sites_file, f"{json.dumps([phases, kills_so_far()])}\n".encode())
         _HEADER.pack_into(self._map, 0, _MAGIC, rank, os.getpid(), time.time())
 
     def begin(self, key: Any) -> bool:
@@ -146,6 +150,8 @@ class Content:
     phase: Phase | None
     #: The oldest first.
     records: list[Record]
+    #: What `kills_so_far` returned as it began.
+    kills: tuple[str, int]
 
 
 def read_ring(path: Path) -> Content | None:
@@ -156,7 +162,7 @@ def read_ring(path: Path) -> Content | None:
     content = path.read_bytes()
     if len(content) != _SIZE or not content.startswith(_MAGIC):
         return None
-    phases, sites = _read_sites(path.with_suffix(".sites"))
+    (phases, kills), sites = _read_sites(path.with_suffix(".sites"))
     process = _HEADER.unpack_from(content)[2]
     step, batch, phase, since = _PHASE.unpack_from(content, _PHASE_AT)
     (count,) = _COUNT.unpack_from(content, _COUNT_AT)
@@ -167,12 +173,13 @@ def read_ring(path: Path) -> Content | None:
             records.append(Record(number, began, sites[site]))
     known = 0 < phase <= len(phases)
     return Content(
-        process, ("", *ENDS)[content[_END_AT]], Phase(step, batch, phases[phase - 1], since) if known else None, records
-    )
+        process, ("", *ENDS)[content[_END_AT]], Phase(step, batch, phases[phase - 1], since) if known else None,
+        records, (kills[0], kills[1]),
+    )  # fmt: skip
 
 
-def _read_sites(path: Path) -> tuple[list[str], list[Site]]:
-    first, *others = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] or ["[]"]
+def _read_sites(path: Path) -> tuple[tuple[list[str], tuple[str, int]], list[Site]]:
+    first, *others = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] or [_NOTHING]
     parsed = [json.loads(line) for line in others]
     return json.loads(first), [
         Site(op, group, tuple(ranks), size, dtype, place) for op, group, ranks, size, dtype, place in parsed

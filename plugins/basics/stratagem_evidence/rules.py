@@ -241,7 +241,8 @@ def _state(told: RankEvidence) -> str:
     if code is None or told.is_echo:
         return f"rank {rank} {'was' if told.is_echo else 'is'}{last_seen(told)}"
     if code < 0:
-        return f"rank {rank} was killed by {signal.Signals(-code).name}{last_seen(told)}"
+        why = " for lack of memory" if told.lacked_memory else ""
+        return f"rank {rank} was killed by {signal.Signals(-code).name}{why}{last_seen(told)}"
     return f"rank {rank} {_EXITS.get(code, f'exited with code {code} and left no error report')}{last_seen(told)}"
 
 
@@ -274,6 +275,8 @@ def _advice(told: RankEvidence) -> str:
         return f"{_SAME_CALLS}; if one is only slow, raise the timeout"
     if code == 0:
         return _EXIT
+    if told.lacked_memory:
+        return "raise the memory limit of the job, or use less: smaller batches, fewer workers of loaders"
     if code == -signal.SIGKILL:
         return "check the kernel log for an out-of-memory kill"
     return "check its stderr"
