@@ -105,8 +105,8 @@ class Recorder:
         if frame is None:
             return
         # The id of its code: the hash of code takes longer than all the rest.
-        name, place = group.group_name, (id(frame.f_code), frame.f_lasti)
-        key = (place, name, op) if tensor is None else (place, name, op, tensor.numel(), tensor.dtype)
+        size = None if tensor is None else tensor.numel()
+        key = (id(frame.f_code), frame.f_lasti, group.group_name, op, size, None if size is None else tensor.dtype)
         if not self._ring.begin(key):
             self._add_site(key, frame, op, group, tensor, parts)
             self._ring.begin(key)
