@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,12 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import all_reduce
 
 import stratagem as sg
+from stratagem.distributed.default_group import trace_calls
 from stratagem.errors import LaunchError
 from stratagem_evidence import RankEvidence, Recorder, as_text, from_text, keep, read_all, read_kept, rules, verdict
 from stratagem_evidence.ring import LAST, Phase, Record, Ring, Site, read_ring
+from stratagem_evidence.torch_calls import read_calls
 from stratagem_testing import run_in_processes
 
 # --- The files ---------------------------------------------------------------------------------------------------
@@ -104,6 +108,42 @@ def test_a_faulthandler_of_somebody_else_stays_as_it_is(tmp_path):
     assert done.stdout == "True\n"
 
 
+def _buckets(rank, world_size, folder):
+    sg.seed_everything(0)
+    trace_calls()
+    recorder = Recorder.start(folder, rank, ("next batch",))
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    pair = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3), group=pair)
+    model(torch.ones(2, 8)).sum().backward()
+    recorder.write_calls()
+    dist.destroy_process_group()
+
+
+def test_torch_tells_of_the_collectives_that_its_c_code_begins(tmp_path):
+    """Fails where a version of torch writes its recorder in another way."""
+    run_in_processes(_buckets, 2, tmp_path)
+    for told in read_all(tmp_path).values():
+        *_, last = [call for call in told.calls if call.site.group.startswith("0,1#0")]
+        assert (last.site.op, last.site.size, last.site.dtype) == ("all_reduce", 72, "float")
+        assert "test_evidence.py" in last.site.place
+        assert [call.site.size for call in told.calls if not call.site.group.startswith("0,1#0")] == [3]
+
+
+def test_a_dump_of_nccls_watchdog_is_read_and_nothing_else(tmp_path):
+    entry = {
+        "process_group": ("0", "default_pg"), "collective_seq_id": 7, "is_p2p": False, "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[4, 2]], "input_dtypes": ["Float"], "time_created_ns": 2_000_000_000, "frames": [],
+    }  # fmt: skip
+    dump = {"entries": [entry], "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}}
+    (tmp_path / "torch_calls_0").write_bytes(pickle.dumps(dump))
+    (tmp_path / "torch_calls_1").write_bytes(pickle.dumps(os.system))
+
+    assert read_calls(tmp_path, 0) == [Record(7, 2.0, Site("all_reduce", "0,1#0 (torch)", (0, 1), 8, "float", ""))]
+    assert read_calls(tmp_path, 1) == read_calls(tmp_path, 2) == []
+
+
 EATING = """
 import sys
 from pathlib import Path
@@ -164,6 +204,10 @@ def of(*testimonies):
 
 
 A, B, C = site(), site(op="broadcast", place="train.py:5"), site(op="barrier", size=None, dtype="", place="train.py:7")
+#: What torch recorded.
+CALLS = [
+    Record(number, 100.0 + number, site(size=72, dtype="float", place="backward", group="0,1")) for number in (1, 2)
+]
 LEFT, RIGHT = site(group="0,1"), site(group="0,1#2", place="train.py:9")
 
 CASES = {
@@ -209,6 +253,10 @@ CASES = {
         "deadlock", (0, 1), of(told(0, LEFT), told(1, RIGHT)),
         "rank 0 waits for rank 1 in all_reduce() of 7 elements of float32 (train.py:3); "
         "rank 1 waits for rank 0 in all_reduce() of 7 elements of float32 (train.py:9)",
+    ),
+    "beneath": (
+        "beneath", (1,), of(told(0, is_echo=True, calls=CALLS), told(1, is_echo=True, calls=CALLS[:1])),
+        "rank 1 did not call all_reduce() of 72 elements of float (backward), in which rank 0 waits",
     ),
     "ended": (
         "ended", (1,), of(told(0, ending=-6), told(1, ending=-11, place="train.py:2 (f)"), told(2)),

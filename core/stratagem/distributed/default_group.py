@@ -122,7 +122,7 @@ def not_joined(world: World, error: Exception) -> LaunchError:
 
 
 def trace_calls() -> None:
-    """Make each rank dump its last calls to a file when an NCCL collective times out, unless the user has set this."""
+    """Make torch keep the last calls, and dump them when one times out over NCCL, unless the user has set this."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name; every process warns if it is set
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

@@ -93,8 +93,8 @@ class TorchCollectives(Collectives):
         whole = with_gloo(backend, device)
         allow_connections(world.world_size)
         choose_interface(world)
+        trace_calls()
         if "nccl" in whole:
-            trace_calls()
             connect_when_needed()
         try:
             dist.init_process_group(

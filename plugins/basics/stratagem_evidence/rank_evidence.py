@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
-import sysconfig
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,10 +14,11 @@ from pathlib import Path
 import cattrs
 from attrs import define, evolve, field
 
-from stratagem.distributed.uncaught_errors import is_users
 from stratagem_evidence.memory_kills import killed_since
 from stratagem_evidence.recorder import ASK_FOR_STACK
 from stratagem_evidence.ring import Phase, Record, read_ring
+from stratagem_evidence.torch_calls import read_calls
+from stratagem_evidence.users_files import is_users_file
 
 #: How long a process may take to write its stack.
 _STACK_S = 0.5
@@ -36,6 +35,8 @@ class RankEvidence:
     phase: Phase | None = None
     #: The last collectives that it began, oldest first.
     records: list[Record] = field(factory=list)
+    #: The last ones that torch recorded, C++ code's among them; none if the process did not write them.
+    calls: list[Record] = field(factory=list)
     #: Where its program is or was, "file:line (function)"; "" if nobody knows.
     place: str = ""
     #: The exit code of its process, negative for a signal; None if it runs, or nobody knows.
@@ -62,7 +63,11 @@ class RankEvidence:
 
 def as_text(known: Mapping[int, RankEvidence]) -> str:
     """Return what is `known`, for another machine."""
-    return json.dumps(cattrs.unstructure([evolve(told, records=told.records[-_SENT:]) for told in known.values()]))
+    return json.dumps(
+        cattrs.unstructure(
+            [evolve(told, records=told.records[-_SENT:], calls=told.calls[-_SENT:]) for told in known.values()]
+        )
+    )
 
 
 def from_text(text: str) -> dict[int, RankEvidence]:
@@ -84,6 +89,7 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                 lacked_memory = not runs and ending is None and not content.end and killed_since(*content.kills)
                 found[int(path.stem)] = RankEvidence(
                     rank=int(path.stem), process=content.process, phase=content.phase, records=content.records,
+                    calls=read_calls(folder, int(path.stem)),
                     place=_place(stack), ending=-signal.SIGKILL if lacked_memory else ending, runs=runs,
                     lacked_memory=lacked_memory,
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
@@ -134,19 +140,6 @@ def _place(stack: str) -> str:
     threads = re.split(r"^(?=(?:Current t|T)hread )", stack, flags=re.MULTILINE)
     for thread in sorted(threads[:0:-1], key=lambda text: not text.startswith("Current")):
         for frame in _FRAME.finditer(thread):
-            if _is_users_file(frame[1]):
+            if is_users_file(frame[1]):
                 return f"{os.path.basename(frame[1])}:{frame[2]} ({frame[3]})"
     return ""
-
-
-def _is_users_file(name: str) -> bool:
-    """Whether a program's file belongs to the user, as far as its path tells."""
-    path, standard = Path(name), sysconfig.get_paths()["stdlib"]
-    if name.startswith("<") or (name.startswith(standard) and "-packages" not in name):
-        return False
-    package = path.stem
-    for parent in path.parents:
-        if not (parent / "__init__.py").is_file():
-            break
-        package = parent.name
-    return package in sys.stdlib_module_names or is_users({"__name__": package})

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from stratagem.distributed.call_site import where
 from stratagem_evidence.folder import delete_evidence
 from stratagem_evidence.ring import Ring, Site
+from stratagem_evidence.torch_calls import dump_into, no_dump_into, write_calls
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -62,6 +63,7 @@ class Recorder:
             return None
         recorder._write_stacks()
         _replace_methods()
+        dump_into(folder)
         cls.active = recorder
         return recorder
 
@@ -87,8 +89,13 @@ class Recorder:
         if not keep:
             self.mark("over")
         self._ring.close()
+        no_dump_into(self.folder)
         if not keep:
             delete_evidence(self.folder, self.rank)
+
+    def write_calls(self) -> None:
+        """Write what torch recorded, before this process ends with an error that another rank caused."""
+        write_calls(self.folder, self.rank)
 
     def begin(self, op: str, group: Any, tensor: Any, parts: Any = None) -> None:
         """Record that this process begins a collective. Takes about a microsecond.

@@ -10,8 +10,10 @@ for. So what the ranks did decides, in this order:
 3. *Missing.* A rank waits for those of its group that did not begin its last collective. Whom others wait for, and
    waits for nobody, is at fault: it ended, or does something else.
 4. *Deadlock.* All that are waited for wait themselves.
-5. *Ended.* A process ended by a signal, or with code 0 before its program was over. SIGABRT counts last.
-6. *Aborted.* A process ended by SIGABRT while it waited for ranks of which nothing is known: they are at fault.
+5. *Beneath.* The same two rules for the collectives that torch recorded, if all ranks wrote these: C++ code begins
+   some that no rank's ring has.
+6. *Ended.* A process ended by a signal, or with code 0 before its program was over. SIGABRT counts last.
+7. *Aborted.* A process ended by SIGABRT while it waited for ranks of which nothing is known: they are at fault.
 
 A rank whose error is an echo is never at fault.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from stratagem_evidence.rank_evidence import RankEvidence
 from stratagem_evidence.ring import Record, Site
@@ -38,7 +40,7 @@ _SAME_CALLS = "make the same calls on all ranks"
 class Verdict:
     """What made a run fail."""
 
-    #: "differ", "stopped", "missing", "deadlock", "ended" or "aborted".
+    #: "differ", "stopped", "missing", "deadlock", "beneath", "ended" or "aborted".
     rule: str
     #: Those at fault.
     ranks: tuple[int, ...]
@@ -198,7 +200,23 @@ def _absence(
     return Verdict("missing", tuple(at_fault), f"{found}; {states}", _advice(known[at_fault[0]]))
 
 
-# --- 5. Ended ----------------------------------------------------------------------------------------------------
+# --- 5. Beneath --------------------------------------------------------------------------------------------------
+
+
+def _beneath(known: Mapping[int, RankEvidence]) -> Verdict | None:
+    calls = as_torch_recorded(known)
+    found = _differ(calls) or _missing(calls)
+    return None if found is None else evolve(found, rule="beneath")
+
+
+def as_torch_recorded(known: Mapping[int, RankEvidence]) -> dict[int, RankEvidence]:
+    """Return what is `known` with the collectives that torch recorded; of no rank if one did not write them."""
+    if not all(told.calls for told in known.values()):
+        return {}
+    return {rank: evolve(told, records=told.calls) for rank, told in known.items()}
+
+
+# --- 6. Ended ----------------------------------------------------------------------------------------------------
 
 
 def _ended(known: Mapping[int, RankEvidence]) -> Verdict | None:
@@ -289,5 +307,7 @@ def _names(ranks: list[int]) -> str:
     return f"rank {last}" if not others else f"ranks {', '.join(others)} and {last}"
 
 
-_RULES = {"differ": _differ, "stopped": _stopped, "missing": _missing, "deadlock": _deadlock, "ended": _ended,
-          "aborted": _aborted}  # fmt: skip
+_RULES = {
+    "differ": _differ, "stopped": _stopped, "missing": _missing, "deadlock": _deadlock, "beneath": _beneath,
+    "ended": _ended, "aborted": _aborted,
+}  # fmt: skip

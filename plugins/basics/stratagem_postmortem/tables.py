@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import asdict
 
-from stratagem_evidence import RankEvidence, by_group
+from stratagem_evidence import RankEvidence, as_torch_recorded, by_group
 from stratagem_evidence.ring import Record
 
 
@@ -24,9 +24,9 @@ def lines_of(sentence: str, known: Mapping[int, RankEvidence], last: int) -> Ite
     yield f"{'rank':<6}{'process':<10}{'ended':<26}{'step':>8}{'batch':>8}  was in"
     for rank, process, ended, step, batch, place in rows(known):
         yield f"{rank:<6}{process:<10}{ended:<26}{step:>8}{batch:>8}  {place}"
-    for group, begun in sorted(by_group(known).items()):
+    for group, begun in [*sorted(by_group(known).items()), *sorted(by_group(as_torch_recorded(known)).items())]:
         yield ""
-        yield f"collectives of ranks {group.partition('#')[0]}"
+        yield f"collectives of ranks {group.partition('#')[0]}{' as torch recorded them' * group.endswith('(torch)')}"
         yield from _side_by_side(begun, last)
 
 

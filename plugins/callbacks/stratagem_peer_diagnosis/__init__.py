@@ -119,6 +119,8 @@ class PeerDiagnosis(Callback):
         if self.recorder is not None:
             stops = isinstance(error, SystemExit)
             self.recorder.mark("echo" if self._failed else "exit" if stops else "own error")
+            if self._failed:
+                self.recorder.write_calls()
         if self.watchdog is not None:
             self.watchdog.failed = True
         if run.world_size == 1:

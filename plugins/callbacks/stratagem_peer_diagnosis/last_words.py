@@ -86,6 +86,7 @@ class LastWords:
     def _speak(self) -> None:
         try:
             self._recorder.mark("told to end")
+            self._recorder.write_calls()
             time.sleep(_MARK_S)
             here = read_all(self._recorder.folder)
             if self._recorder.rank != min(rank for rank, each in here.items() if each.runs or each.was_told_to_end):
