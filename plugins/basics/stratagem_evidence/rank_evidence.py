@@ -18,7 +18,7 @@ from stratagem_evidence.memory_kills import killed_since
 from stratagem_evidence.recorder import ASK_FOR_STACK
 from stratagem_evidence.ring import Phase, Record, read_ring
 from stratagem_evidence.torch_calls import read_calls
-from stratagem_evidence.users_files import is_users_file
+from stratagem_evidence.users_files import users_frame
 
 #: How long a process may take to write its stack.
 _STACK_S = 0.5
@@ -139,7 +139,7 @@ def _place(stack: str) -> str:
     """Return the user's line in what `faulthandler` wrote: of the thread that failed, or the main one."""
     threads = re.split(r"^(?=(?:Current t|T)hread )", stack, flags=re.MULTILINE)
     for thread in sorted(threads[:0:-1], key=lambda text: not text.startswith("Current")):
-        for frame in _FRAME.finditer(thread):
-            if is_users_file(frame[1]):
-                return f"{os.path.basename(frame[1])}:{frame[2]} ({frame[3]})"
+        frame = users_frame((each[1], int(each[2]), each[3]) for each in _FRAME.finditer(thread))
+        if frame is not None:
+            return f"{os.path.basename(frame[0])}:{frame[1]} ({frame[2]})"
     return ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem_evidence.ring import Record, Site
-from stratagem_evidence.users_files import is_users_file
+from stratagem_evidence.users_files import users_frame
 
 #: Where NCCL's watchdog writes what it recorded, followed by the rank, when a collective times out.
 _DUMP_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
@@ -98,7 +98,6 @@ def _calls(recorded: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -
 
 
 def _place(entry: Mapping[str, Any]) -> str:
-    for frame in entry.get("frames", ()):
-        if is_users_file(frame["filename"]):
-            return f"{os.path.basename(frame['filename'])}:{frame['line']}, {frame['name']}"
-    return ""
+    frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())]
+    found = users_frame(frames)
+    return "" if found is None else f"{os.path.basename(found[0])}:{found[1]}, {found[2]}"
