@@ -15,6 +15,7 @@ from stratagem.api.peer_errors import is_echo
 from stratagem.errors import PeerError
 from stratagem_evidence import EVIDENCE_VARIABLE, read_all
 from stratagem_peer_diagnosis import PeerDiagnosis
+from stratagem_peer_diagnosis.failure_reports import FailureReports
 from stratagem_testing import run_in_processes
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -160,3 +161,27 @@ def test_evidence_tells_the_phase_also_between_and_after_calls_of_the_trainer(tm
             "setup for test": "setup", "test_step": "test", "test": "code after training",
             "setup for predict": "setup", "predict_step": "predict", "predict": "code after training",
         }  # fmt: skip
+
+
+class _OneStore:
+    """What ranks share: the first report stands."""
+
+    def __init__(self):
+        self.cause = None
+
+    def report_failure(self, cause):
+        self.cause = self.cause or cause
+
+    def read_failure_report(self, limit_s):
+        return self.cause
+
+
+def test_ranks_that_read_a_finding_tell_what_to_do_too(tmp_path):
+    store, lost = _OneStore(), _OneStore()
+    finding = PeerError(
+        "rank 0 has heard nothing from rank 1", expected="an answer", do="make the same calls on all ranks"
+    )
+    FailureReports(store, folder=tmp_path).write_finding(finding)
+
+    for reports in (FailureReports(store), FailureReports(lost, folder=tmp_path)):
+        assert str(reports.read(0.1)) == "rank 0 has heard nothing from rank 1; make the same calls on all ranks."

@@ -43,7 +43,8 @@ def tell(name: str, rank: int) -> None:
         clear(folder)
         return
     for told in known.values():
-        told.is_gone = told.rank == rank  # the kernel has ended the others with it
+        told.is_gone = told.rank == rank
+        told.is_echo = told.rank != rank  # the kernel has ended it with that one
     found = verdict(known)
     assert found is not None, "a rank is gone"
     cause = LaunchError(found.found, do=found.do)

@@ -124,6 +124,11 @@ class Ring:
         """Record why this process is about to end: one of `ENDS`."""
         self._map[_END_AT] = ENDS.index(end) + 1
 
+    @property
+    def ends(self) -> bool:
+        """Whether this process has recorded why it ends."""
+        return self._map[_END_AT] > 0
+
     def close(self) -> None:
         self._words.release()
         self._map.close()
