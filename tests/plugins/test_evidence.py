@@ -19,7 +19,16 @@ from torch.distributed import all_reduce
 import stratagem as sg
 from stratagem.errors import LaunchError
 from stratagem_evidence import (
-    EVIDENCE_VARIABLE, RankEvidence, Recorder, as_text, from_text, keep, rank_evidence, read_all, read_kept, rules,
+    EVIDENCE_VARIABLE,
+    RankEvidence,
+    Recorder,
+    as_text,
+    from_text,
+    keep,
+    rank_evidence,
+    read_all,
+    read_kept,
+    rules,
     verdict,
 )  # fmt: skip
 from stratagem_evidence.kept import tell
