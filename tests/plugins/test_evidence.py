@@ -281,6 +281,22 @@ def test_ranks_that_the_kernel_ended_with_rank_0_are_told_in_the_past(tmp_path, 
     )
 
 
+@pytest.mark.parametrize("content", ["", '{"found": "rank 1 is'])
+def test_a_verdict_that_a_full_disk_cut_off_is_judged_again(tmp_path, content):
+    Ring(tmp_path, 0, ("next batch",)).close()
+    (tmp_path / "verdict.json").write_text(content)
+
+    assert read_kept(tmp_path)[0] == ""
+
+
+def test_a_ring_whose_content_was_overwritten_is_not_read(tmp_path):
+    Ring(tmp_path, 0, ("next batch",)).close()
+    path = tmp_path / "0.ring"
+    path.write_bytes(path.read_bytes()[:16].ljust(path.stat().st_size, b"\xff"))
+
+    assert read_all(tmp_path) == {}
+
+
 # --- Last words --------------------------------------------------------------------------------------------------
 
 LISTENING = """

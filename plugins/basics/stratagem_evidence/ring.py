@@ -159,7 +159,7 @@ def read_ring(path: Path) -> Content | None:
     The process may write meanwhile: the record that it would replace next is left out.
     """
     content = path.read_bytes()
-    if len(content) != _SIZE or not content.startswith(_MAGIC):
+    if len(content) != _SIZE or not content.startswith(_MAGIC) or content[_END_AT] > len(ENDS):
         return None
     phases, sites = _read_sites(path.with_suffix(".sites"))
     process = _HEADER.unpack_from(content)[2]
