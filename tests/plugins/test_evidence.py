@@ -23,7 +23,20 @@ from torch.distributed import all_reduce
 import stratagem as sg
 from stratagem.distributed.default_group import trace_calls
 from stratagem.errors import LaunchError
-from stratagem_evidence import RankEvidence, Recorder, as_text, from_text, keep, read_all, read_kept, rules, verdict
+from stratagem_evidence import (
+    EVIDENCE_VARIABLE,
+    RankEvidence,
+    Recorder,
+    as_text,
+    from_text,
+    keep,
+    rank_evidence,
+    read_all,
+    read_kept,
+    rules,
+    verdict,
+)  # fmt: skip
+from stratagem_evidence.kept import tell
 from stratagem_evidence.ring import LAST, Phase, Record, Ring, Site, read_ring
 from stratagem_evidence.torch_calls import read_calls
 from stratagem_testing import run_in_processes
@@ -325,6 +338,54 @@ def test_what_a_launcher_keeps_is_read_again(tmp_path):
     assert sentence == str(cause)
     assert (known[1].ending, known[1].place) == (-9, "train.py:3 (f)")
     assert cause.__notes__ == [f"`stratagem postmortem {tmp_path}` shows what each rank did last"]
+
+
+def test_a_rank_that_called_exit_is_named_though_its_program_has_come_to_its_end():
+    gone = told(1, ending=0, is_over=True, called_exit=True)
+
+    assert "rank 1 exited with code 0 before its training was over" in verdict(of(told(0, is_echo=True), gone)).found
+
+
+def test_a_ring_keeps_why_its_process_ends_first(tmp_path, monkeypatch):
+    monkeypatch.setenv(EVIDENCE_VARIABLE, str(tmp_path))
+    recorder = Recorder.start(tmp_path, 1, ("next batch",))
+    recorder.mark("exit")
+    recorder.stop(keep=False)
+
+    assert read_all(tmp_path)[1].called_exit
+
+
+def test_ranks_that_the_kernel_ended_with_rank_0_are_told_in_the_past(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rank_evidence, "_state", lambda process: "")
+    for rank in (0, 1):
+        ring = Ring(tmp_path, rank, ("next batch",))
+        ring.enter(0, step=3, batch=4)
+        ring.add_site("a", site(group="0,1"))
+        if rank == 0:
+            ring.begin("a")
+            (tmp_path / "0.stack").write_text("Fatal Python error: Aborted\n")
+        ring.close()
+    tell(str(tmp_path), 0)
+
+    assert (
+        "in which rank 0 waits; rank 1 was in next batch at step 3, batch 4; make the same" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("content", ["", '{"found": "rank 1 is'])
+def test_a_verdict_that_a_full_disk_cut_off_is_judged_again(tmp_path, content):
+    Ring(tmp_path, 0, ("next batch",)).close()
+    (tmp_path / "verdict.json").write_text(content)
+
+    assert read_kept(tmp_path)[0] == ""
+
+
+def test_a_ring_whose_content_was_overwritten_is_not_read(tmp_path):
+    Ring(tmp_path, 0, ("next batch",)).close()
+    path = tmp_path / "0.ring"
+    path.write_bytes(path.read_bytes()[:16].ljust(path.stat().st_size, b"\xff"))
+
+    assert read_all(tmp_path) == {}
 
 
 # --- Last words --------------------------------------------------------------------------------------------------

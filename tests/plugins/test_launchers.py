@@ -564,6 +564,15 @@ def test_subprocess_wakes_a_rank_0_that_sleeps_and_shows_the_cause_once(tmp_path
 
 
 @pytest.mark.slow
+def test_subprocess_wakes_a_rank_0_that_sleeps_after_the_launch_and_exits_with_1(tmp_path):
+    body = "if rank() == 1: time.sleep(1); raise ValueError('out of order')"
+    code, _, errors = finish(bare(tmp_path, body, parent="launch(); time.sleep(600)"), tmp_path, limit_s=60)
+
+    assert code == 1
+    assert errors.count("rank 1 failed with ValueError: out of order") == 1
+
+
+@pytest.mark.slow
 def test_subprocess_ends_a_rank_0_that_swallows_the_interrupt(tmp_path):
     body = """
         if rank() == 1: raise ValueError('out of order')

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import threading
 
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem.api.peer_errors import is_echo
 from stratagem.errors import PeerError
+from stratagem_evidence import EVIDENCE_VARIABLE, read_all
 from stratagem_peer_diagnosis import PeerDiagnosis
+from stratagem_peer_diagnosis.failure_reports import FailureReports
 from stratagem_testing import run_in_processes
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -75,3 +79,109 @@ def test_it_leaves_ports_and_threads_behind_where_it_is_pickled():
     copy = pickle.loads(pickle.dumps(diagnosis))
 
     assert copy.endpoints is copy.watchdog is None
+
+
+class _Phases(sg.Module):
+    """Reads in each hook what the evidence of its rank says that it is doing."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.net, self.folder, self.seen = torch.nn.Linear(2, 1), folder, {}
+
+    def look(self, name):
+        (known,) = [each for each in read_all(self.folder).values() if each.process == os.getpid()]
+        self.seen[name] = known.phase.name
+
+    def training_step(self, batch, batch_idx):
+        self.look("training_step")
+        return self.net(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.look("validation_step")
+
+    def test_step(self, batch, batch_idx):
+        self.look("test_step")
+
+    def predict_step(self, batch, batch_idx):
+        self.look("predict_step")
+
+    def setup(self, stage):
+        self.look(f"setup for {stage}")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        self.look("on_save_checkpoint")
+
+    def on_train_end(self):
+        self.look("on_train_end")
+
+    def on_fit_end(self):
+        self.look("on_fit_end")
+
+
+class _SavesInTheMiddle(sg.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(module.folder / "middle.ckpt")
+        module.look("a save in training")
+
+
+def _see_phases(rank, world_size, folder):
+    os.environ[EVIDENCE_VARIABLE] = str(folder)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2))
+    module = _Phases(folder)
+    trainer = sg.Trainer(
+        strategy="ddp",
+        devices=world_size,
+        max_epochs=1,
+        enable_model_summary=False,
+        callbacks=[_SavesInTheMiddle()],
+        **QUIET,
+    )
+    trainer.fit(module, loader)
+    module.look("fit")
+    trainer.save_checkpoint(folder / "after.ckpt")
+    module.look("a save after fit")
+    for call in (trainer.validate, trainer.test, trainer.predict):
+        call(module, loader)
+        module.look(call.__name__)
+    return module.seen
+
+
+@pytest.mark.slow
+def test_evidence_tells_the_phase_also_between_and_after_calls_of_the_trainer(tmp_path):
+    for seen in run_in_processes(_see_phases, 2, tmp_path, limit_s=180):
+        assert seen == {
+            "setup for fit": "setup", "training_step": "training_step", "on_save_checkpoint": "save_checkpoint",
+            "a save in training": "next batch", "on_train_end": "code after training",
+            "on_fit_end": "code after training", "fit": "code after training",
+            "a save after fit": "code after training",
+            "setup for validate": "setup", "validation_step": "validation", "validate": "code after training",
+            "setup for test": "setup", "test_step": "test", "test": "code after training",
+            "setup for predict": "setup", "predict_step": "predict", "predict": "code after training",
+        }  # fmt: skip
+
+
+class _OneStore:
+    """What ranks share: the first report stands."""
+
+    def __init__(self):
+        self.cause = None
+
+    def report_failure(self, cause):
+        self.cause = self.cause or cause
+
+    def read_failure_report(self, limit_s):
+        return self.cause
+
+
+def test_ranks_that_read_a_finding_tell_what_to_do_too(tmp_path):
+    store, lost = _OneStore(), _OneStore()
+    finding = PeerError(
+        "rank 0 has heard nothing from rank 1", expected="an answer", do="make the same calls on all ranks"
+    )
+    FailureReports(store, folder=tmp_path).write_finding(finding)
+
+    for reports in (FailureReports(store), FailureReports(lost, folder=tmp_path)):
+        assert str(reports.read(0.1)) == "rank 0 has heard nothing from rank 1; make the same calls on all ranks."

@@ -43,7 +43,8 @@ def tell(name: str, rank: int) -> None:
         clear(folder)
         return
     for told in known.values():
-        told.is_gone = told.rank == rank  # the kernel has ended the others with it
+        told.is_gone = told.rank == rank
+        told.is_echo = told.rank != rank  # the kernel has ended it with that one
     found = verdict(known)
     assert found is not None, "a rank is gone"
     cause = LaunchError(found.found, do=found.do)
@@ -59,7 +60,7 @@ def in_words(sentence: str, folder: Path) -> str:
 def read_kept(folder: Path) -> tuple[str, dict[int, RankEvidence]]:
     """Return the sentence that a run in `folder` ended with, "" if nothing tells, and what is known of its ranks."""
     known = read_all(folder)
-    if (folder / _NAME).exists():
+    with contextlib.suppress(OSError, ValueError):  # there is none, or the disk was full
         facts = json.loads((folder / _NAME).read_text())
         for rank, fact in facts["ranks"].items():
             known.setdefault(int(rank), RankEvidence(rank=int(rank), process=0))

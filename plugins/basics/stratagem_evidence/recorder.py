@@ -86,7 +86,7 @@ class Recorder:
             if self._enabled:
                 faulthandler.disable()
             self._stack.close()
-        if not keep:
+        if not keep and not self._ring.ends:
             self.mark("over")
         self._ring.close()
         no_dump_into(self.folder)

@@ -128,6 +128,11 @@ class Ring:
         """Record why this process is about to end: one of `ENDS`."""
         self._map[_END_AT] = ENDS.index(end) + 1
 
+    @property
+    def ends(self) -> bool:
+        """Whether this process has recorded why it ends."""
+        return self._map[_END_AT] > 0
+
     def close(self) -> None:
         self._words.release()
         self._map.close()
@@ -160,7 +165,7 @@ def read_ring(path: Path) -> Content | None:
     The process may write meanwhile: the record that it would replace next is left out.
     """
     content = path.read_bytes()
-    if len(content) != _SIZE or not content.startswith(_MAGIC):
+    if len(content) != _SIZE or not content.startswith(_MAGIC) or content[_END_AT] > len(ENDS):
         return None
     (phases, kills), sites = _read_sites(path.with_suffix(".sites"))
     process = _HEADER.unpack_from(content)[2]

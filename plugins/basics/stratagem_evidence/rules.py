@@ -244,7 +244,7 @@ def _is_victim(told: RankEvidence, waits: Mapping[int, object]) -> bool:
 
 
 def _ended_itself(each: RankEvidence) -> bool:
-    too_early = each.ending == 0 and not each.is_over
+    too_early = each.ending == 0 and (each.called_exit or not each.is_over)
     return bool(each.ending or each.is_gone or too_early) and not (each.is_echo or each.has_own_error)
 
 

@@ -193,6 +193,8 @@ class LocalWorkers:
         self.ending = threading.Event()
         #: Whether a watcher thread interrupted the main thread: the next KeyboardInterrupt is not Ctrl-C.
         self.interrupted_us = False
+        #: Python would end with the exit code of Ctrl-C.
+        self._fails_interrupted = False
         self._owner = os.getpid()
         for rank, process in children:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -260,6 +262,7 @@ class LocalWorkers:
         cause = None if settled else self._settle(error)
         if cause is not None:
             traceback.print_exception(cause, chain=False)
+            self._fails_interrupted = isinstance(error, KeyboardInterrupt)
         elif not (settled and isinstance(error, KeyboardInterrupt)):
             self._earlier_hook(kind, error, trace)
 
@@ -281,7 +284,7 @@ class LocalWorkers:
         if failed:
             self._print_cause(observed(self.folder, self.children))
         clear(self.folder)
-        if failed:
+        if failed or self._fails_interrupted:
             _exit_now()
 
 

@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["PeerDiagnosis"]
 
 #: What a rank does, as its evidence has it.
-_PHASES = ("setup", "next batch", "training_step", "backward", "optimizer step", "validation", "save_checkpoint")
-_SETUP, _NEXT_BATCH, _TRAINING_STEP, _BACKWARD, _OPTIMIZER_STEP, _VALIDATION, _SAVE = range(len(_PHASES))
+_PHASES = (
+    "setup", "next batch", "training_step", "backward", "optimizer step", "validation", "test", "predict",
+    "save_checkpoint", "code after training",
+)  # fmt: skip
+(
+    _SETUP, _NEXT_BATCH, _TRAINING_STEP, _BACKWARD, _OPTIMIZER_STEP, _VALIDATION, _TEST, _PREDICT, _SAVE, _AFTER,
+) = range(len(_PHASES))  # fmt: skip
 
 
 @define(eq=False, kw_only=True)
@@ -41,6 +46,7 @@ class PeerDiagnosis(Callback):
     #: Says why the run failed if an agent ends this process for that.
     last_words: LastWords | None = field(init=False, default=None, repr=False)
     _failed: bool = field(init=False, default=False, repr=False)
+    _saves_in_fit: bool = field(init=False, default=True, repr=False)
 
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
@@ -80,6 +86,13 @@ class PeerDiagnosis(Callback):
         if self.recorder is not None:
             self.recorder.enter(phase)
 
+    def _leave(self, trainer: TrainerView) -> None:
+        self._enter(_NEXT_BATCH if trainer.fitting else _AFTER)
+
+    @hookimpl
+    def setup(self) -> None:
+        self._enter(_SETUP)
+
     @hookimpl
     def on_train_batch_start(self, trainer: TrainerView, batch_idx: int) -> None:
         if self.recorder is not None:
@@ -102,12 +115,43 @@ class PeerDiagnosis(Callback):
         self._enter(_VALIDATION)
 
     @hookimpl
-    def on_validation_end(self) -> None:
-        self._enter(_NEXT_BATCH)
+    def on_validation_end(self, trainer: TrainerView) -> None:
+        self._leave(trainer)
 
     @hookimpl
-    def on_save_checkpoint(self) -> None:
+    def on_test_start(self) -> None:
+        self._enter(_TEST)
+
+    @hookimpl
+    def on_test_end(self, trainer: TrainerView) -> None:
+        self._leave(trainer)
+
+    @hookimpl
+    def on_predict_start(self) -> None:
+        self._enter(_PREDICT)
+
+    @hookimpl
+    def on_predict_end(self, trainer: TrainerView) -> None:
+        self._leave(trainer)
+
+    @hookimpl
+    def on_save_checkpoint(self, trainer: TrainerView) -> None:
         self._enter(_SAVE)
+        self._saves_in_fit = trainer.fitting
+
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self) -> Generator[None, bool, bool]:
+        answer = yield
+        self._enter(_NEXT_BATCH if self._saves_in_fit else _AFTER)
+        return answer
+
+    @hookimpl
+    def on_train_end(self) -> None:
+        self._enter(_AFTER)
+
+    @hookimpl
+    def on_fit_end(self) -> None:
+        self._enter(_AFTER)
 
     # --- The end ------------------------------------------------------------------------------------------------------
 

@@ -75,8 +75,7 @@ def _look_around(
         return known
     if found is None:
         return error
-    reports.write(found.found)
-    reports.leave(found.found)
+    reports.write_finding(found)
     found.__cause__ = error
     return found
 

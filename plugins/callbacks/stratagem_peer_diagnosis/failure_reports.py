@@ -29,6 +29,8 @@ _FEW = 8
 #: How long to wait for a report that should be there already, and how long the store may take: its host may be cut off.
 AT_ONCE_S = 0.05
 STORE_S = 1.0
+#: Stands in a report before what to do.
+_DO = "\x1e"
 
 
 class FailureReports:
@@ -47,17 +49,22 @@ class FailureReports:
         cause = self._ask(lambda: self._collectives.read_failure_report(limit_s), limit_s + self._store_s)
         if cause is None and self._file is not None and self._file.exists():
             cause = self._file.read_text()
-        return None if cause is None else PeerError(cause, do="this rank stops with it")
+        if cause is None:
+            return None
+        found, _, do = cause.partition(_DO)
+        return PeerError(found, do=do or "this rank stops with it")
 
     def write(self, cause: str) -> None:
         """Report `cause` to the others, unless a rank has reported one already."""
         self._ask(lambda: self._collectives.report_failure(cause), self._store_s)
 
-    def leave(self, cause: str) -> None:
-        """Report `cause` to the others of this machine, too."""
+    def write_finding(self, cause: PeerError) -> None:
+        """Report `cause`, and what to do, to the others, unless a rank has reported one already."""
+        text = f"{cause.found}{_DO}{cause.do}"
+        self.write(text)
         if self._file is not None:
             with contextlib.suppress(OSError), self._file.open("x") as file:
-                file.write(cause)
+                file.write(text)
 
     def exchange(self, alive: set[int]) -> set[int]:
         """Report that this rank failed; return which of the ranks `alive` did, once all have or the time is up.

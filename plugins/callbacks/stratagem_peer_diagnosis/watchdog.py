@@ -70,7 +70,8 @@ class Watchdog:
         collectives = run.collectives.with_own_connection()
         self._reports, self._store = FailureReports(collectives, STORE_S), run.collectives.key_value_store()
         #: A process group of the user's may hold the report of an earlier run.
-        self._earlier = collectives.read_failure_report(0.0)
+        earlier = self._reports.read(0.0)
+        self._earlier = None if earlier is None else earlier.found
         self._closing = threading.Event()
         self._silent: dict[int, int] = {}
         self._place: Any = None
