@@ -91,6 +91,46 @@ def test_collectives_are_recorded_however_they_are_called(tmp_path):
     assert known[0].runs is False
 
 
+def test_a_recorder_that_nobody_stops_leaves_no_file_and_a_forked_child_does_not_delete_it(tmp_path):
+    program = """
+import os, sys
+from pathlib import Path
+from stratagem_evidence import Recorder
+Recorder.start(Path(sys.argv[1]), 0, ("next batch",))
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(len(os.listdir(sys.argv[1])))
+"""
+    folder = tmp_path / "evidence"
+    folder.mkdir()
+    words = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+
+    assert (done.stdout, folder.exists()) == ("3\n", False)
+
+
+def test_a_request_for_the_stack_of_a_process_that_has_stopped_recording_does_not_end_it(tmp_path):
+    program = (
+        "import os, sys; from pathlib import Path; from stratagem_evidence import Recorder; "
+        "from stratagem_evidence.recorder import ASK_FOR_STACK; "
+        "Recorder.start(Path(sys.argv[1]), 0, ('next batch',)).stop(keep=True); os.kill(os.getpid(), ASK_FOR_STACK)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+
+    assert done.returncode == 0
+
+
+def test_a_program_that_ends_between_two_calls_of_the_trainer_is_over(tmp_path):
+    ring = Ring(tmp_path, 0, ("backward",))
+    ring.enter(0, step=1, batch=1)
+    ring.mark("over")
+    assert read_all(tmp_path)[0].is_over
+    ring.mark("")
+
+    assert not read_all(tmp_path)[0].is_over
+
+
 def test_a_faulthandler_of_somebody_else_stays_as_it_is(tmp_path):
     program = (
         "import faulthandler, sys; from pathlib import Path; from stratagem_evidence import Recorder; "
@@ -170,6 +210,10 @@ CASES = {
     "ended": (
         "ended", (1,), of(told(0, ending=-6), told(1, ending=-11, place="train.py:2 (f)"), told(2)),
         "rank 1 was killed by SIGSEGV in train.py:2 (f) at step 3, batch 4",
+    ),
+    "signal without a name": (
+        "ended", (1,), of(told(0), told(1, ending=-45)),
+        "rank 1 was killed by signal 45 in backward at step 3, batch 4",
     ),
     "exit 0": (
         "ended", (2,), of(told(0, is_echo=True), told(1, is_echo=True), told(2, ending=0)),

@@ -71,6 +71,6 @@ def read_kept(folder: Path) -> tuple[str, dict[int, RankEvidence]]:
 def judged(known: Mapping[int, RankEvidence]) -> str:
     """Return why a run failed one of whose processes is not there any more, "" if all are, or nothing tells."""
     for told in known.values():
-        told.is_gone |= not (told.runs or told.was_told_to_end)
+        told.is_gone |= not (told.runs or told.was_told_to_end or told.is_over)
     found = verdict(known) if any(each.is_gone for each in known.values()) else None
     return "" if found is None else str(StratagemError(found.found, do=found.do))

@@ -41,7 +41,7 @@ class RankEvidence:
     ending: int | None = None
     #: Its process is not there any more, however it ended.
     is_gone: bool = False
-    #: Its program has come to its end.
+    #: Its program has come to its end, or has ended all that it had begun with a trainer.
     is_over: bool = False
     #: Its process is there, on this machine.
     runs: bool = False
@@ -77,12 +77,13 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                 stack = stacks.read_text() if stacks.exists() else ""
                 state = _state(content.process)
                 runs = state not in ("", "Z", "X")
+                ending = None if runs else _fatal(stack)
                 found[int(path.stem)] = RankEvidence(
                     rank=int(path.stem), process=content.process, phase=content.phase, records=content.records,
-                    place=_place(stack), ending=None if runs else _fatal(stack), runs=runs,
+                    place=_place(stack), ending=ending, runs=runs,
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
                     is_echo=content.end == "echo", has_own_error=content.end == "own error",
-                    called_exit=content.end == "exit", is_over=content.end == "over",
+                    called_exit=content.end == "exit", is_over=content.end == "over" and ending is None,
                 )  # fmt: skip
     return found
 

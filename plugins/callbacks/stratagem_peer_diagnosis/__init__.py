@@ -81,6 +81,11 @@ class PeerDiagnosis(Callback):
             self.recorder.enter(phase)
 
     @hookimpl
+    def setup(self) -> None:
+        self._enter(_SETUP)
+        self._mark("")
+
+    @hookimpl
     def on_train_batch_start(self, trainer: TrainerView, batch_idx: int) -> None:
         if self.recorder is not None:
             self.recorder.enter(_TRAINING_STEP, trainer.global_step, batch_idx)
@@ -102,12 +107,32 @@ class PeerDiagnosis(Callback):
         self._enter(_VALIDATION)
 
     @hookimpl
-    def on_validation_end(self) -> None:
+    def on_validation_end(self, trainer: TrainerView) -> None:
         self._enter(_NEXT_BATCH)
+        if trainer.state.fn != "fit":
+            self._mark("over")
 
     @hookimpl
     def on_save_checkpoint(self) -> None:
         self._enter(_SAVE)
+
+    # --- Between two calls of the trainer a script may end in any way: nobody is at fault then ------------------------
+
+    def _mark(self, end: str) -> None:
+        if self.recorder is not None:
+            self.recorder.mark(end)
+
+    @hookimpl
+    def on_fit_end(self) -> None:
+        self._mark("over")
+
+    @hookimpl
+    def on_test_end(self) -> None:
+        self._mark("over")
+
+    @hookimpl
+    def on_predict_end(self) -> None:
+        self._mark("over")
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
