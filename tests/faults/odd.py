@@ -91,13 +91,13 @@ class Model(sg.Module):
         self.net = self.groups = self.half = None
 
     def configure_model(self):
-        if self.chosen["process"] == "skewed" and dist.get_rank() == 1:
-            clock = time.time
-            time.time = lambda: clock() + 100
         if self.net is None:
             self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def on_fit_start(self):
+        if self.chosen["process"] == "skewed" and dist.get_rank() == 1:
+            clock = time.time
+            time.time = lambda: clock() + 100
         everybody = list(range(dist.get_world_size()))
         if self.chosen["collective"] == "two_groups":
             self.groups = dist.new_group(everybody), dist.new_group(everybody)

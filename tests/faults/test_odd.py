@@ -72,6 +72,7 @@ def check(what, folder):
 #: Which of them said once that a rank was at fault, or left files; and one of each launcher.
 TELLING = (
     "end=os_exit,collective=objects",
+    "script=caught,end=os_exit",
     "launcher=torchrun,script=fit_fit,loader=uneven,process=skewed",
     "launcher=fork,world=3,collective=half,process=stopped,loader=slow",
 )

@@ -18,7 +18,7 @@ from torch.distributed import all_reduce
 
 import stratagem as sg
 from stratagem.errors import LaunchError
-from stratagem_evidence import RankEvidence, Recorder, as_text, from_text, keep, read_all, read_kept, rules, verdict
+from stratagem_evidence import RankEvidence, Recorder, as_text, from_text, judged, keep, read_all, read_kept, rules, verdict
 from stratagem_evidence.ring import LAST, Phase, Record, Ring, Site, read_ring
 from stratagem_testing import run_in_processes
 
@@ -278,6 +278,12 @@ def test_what_a_launcher_keeps_is_read_again(tmp_path):
     assert sentence == str(cause)
     assert (known[1].ending, known[1].place) == (-9, "train.py:3 (f)")
     assert cause.__notes__ == [f"`stratagem postmortem {tmp_path}` shows what each rank did last"]
+
+
+def test_of_processes_that_ended_together_none_is_at_fault():
+    assert judged(of(told(0, A, A), told(1, A), told(2, A, A))) == ""
+    assert judged(of(told(0, A, A, runs=True), told(1, A))).startswith("rank 1 is gone")
+    assert judged(of(told(0, A, B), told(1, A, C))).startswith("rank 1 called barrier()")
 
 
 # --- Last words --------------------------------------------------------------------------------------------------
