@@ -62,8 +62,8 @@ def check(what, folder):
     code, text, left = run(what, folder)
 
     assert CLAIMS.search(text) is None, text
-    # After os._exit only a launcher can clear up.
-    assert left == [] or (chosen["launcher"], chosen["end"]) == ("torchrun", "os_exit")
+    if chosen["launcher"] != "torchrun" or not (chosen["end"] == "os_exit" or chosen["outside"] != "nothing"):
+        assert left == []  # torchrun does not clear up for a process that cannot
     if chosen["outside"] == "nothing":
         assert code == 0, text
         assert "trained to the end" in text or chosen["end"] == "sys_exit_in_fit", text

@@ -18,7 +18,18 @@ from torch.distributed import all_reduce
 
 import stratagem as sg
 from stratagem.errors import LaunchError
-from stratagem_evidence import RankEvidence, Recorder, as_text, from_text, judged, keep, read_all, read_kept, rules, verdict
+from stratagem_evidence import (
+    RankEvidence,
+    Recorder,
+    as_text,
+    from_text,
+    judged,
+    keep,
+    read_all,
+    read_kept,
+    rules,
+    verdict,
+)
 from stratagem_evidence.ring import LAST, Phase, Record, Ring, Site, read_ring
 from stratagem_testing import run_in_processes
 
