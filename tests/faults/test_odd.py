@@ -1,4 +1,4 @@
-"""Runs without a fault, however unusual they are, end without a word about a fault: real processes."""
+"""Runs without a fault, however unusual they are, blame nobody: real processes."""
 
 from __future__ import annotations
 
