@@ -23,13 +23,15 @@ SET_ASIDE = {
     "collective_in_validation": r"all_reduce", "error_in_save": r"KeyError", "half_of_a_group": r"did not call all_reduce|where|waits for",
     "deadlock_of_groups": r"waits for", "object_skip": r"did not call|where", "one_logs": r"extra", "one_saves": r"save_checkpoint",
     "other_model": r"65|elements", "error_in_thread": r"SIGSEGV", "interrupted": r"interrupt",
+    "parameter_written": r"not the same on rank 1", "rank_0_full_disk": r"No space left", "stuck_in_gc": r"is in|did not call",
+    "skip_skewed": r"did not call all_reduce|where|called", "error_skewed": r"KeyError",
 }  # fmt: skip
 #: Faults without a line: of these the phase is the place.
 PHASES = {
     "killed": "training_step", "rank_0_killed": "training_step", "exit_0": "training_step", "exit_3": "training_step",
     "stopped": "training_step", "sys_exit_0": "training_step", "nan": "step 3",
     "slow_loader": "loader's next batch", "killed_worker": "", "skipped_backward": "", "other_model": "", "interrupted": "",
-    "one_logs": "",
+    "one_logs": "", "parameter_written": "net.0.weight' after step", "rank_0_full_disk": "",
 }  # fmt: skip
 #: Faults of which two ranks are as much the cause.
 BOTH = ("deadlock_of_groups",)
@@ -46,7 +48,7 @@ class Judgement:
 
 def judge(kind: str, text: str, world_size: int) -> Judgement:
     """Return what the last sentence of the output `text` has right."""
-    sentence, bad = sentence_of(text), 0 if kind == "rank_0_killed" else 1
+    sentence, bad = sentence_of(text), int(not kind.startswith("rank_0_"))
     blamed = re.search(r"\branks? ((?:\d+(?:, | and )?)+)", sentence)
     ranks = {int(each) for each in re.findall(r"\d+", blamed[1])} if blamed else set()
     # Of ranks that wait for each other, and of two that call different things, any may be right: all are named.

@@ -6,9 +6,11 @@ The line that a good diagnosis names ends in a comment, ``# KIND`` or ``# KIND o
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +30,8 @@ kind, strategy, launcher, folder = sys.argv[1], sys.argv[2], sys.argv[4], sys.ar
 world_size, timeout_s = int(sys.argv[3]), float(sys.argv[5])
 BAD = 0 if kind.startswith("rank_0_") else int(os.environ.get("BAD_RANK", "1"))
 NODES = int(os.environ.get("NODES", "1"))
-SAVES = ("stuck_save", "error_in_save")
+SAVES = ("stuck_save", "error_in_save", "rank_0_full_disk")
+CHECKS = {"parameter_written": [{"name": "replicas", "every_n_steps": 1}]}
 VALIDATES = ("error_in_validation", "stuck_validation", "collective_in_validation")
 WORKERS = ("error_in_worker", "killed_worker", "slow_loader")
 
@@ -41,6 +44,14 @@ def stuck() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()  # stuck # stuck_in_hook # stuck_validation
+
+
+def mount_full_disk(path: str) -> None:
+    """Mount a file system without free space at `path`, for this process alone: the mount ends with it. Needs root."""
+    assert ctypes.CDLL(None).unshare(0x20000) == 0, "CLONE_NEWNS"
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "full", path], check=True)
+    (Path(path) / "large").write_bytes(bytes(60 << 10))
 
 
 class Samples(Dataset):
@@ -70,6 +81,9 @@ class Model(sg.Module):
     def configure_model(self):
         if self.net is not None:
             return
+        if kind.endswith("_skewed") and is_bad():
+            clock = time.time
+            time.time = lambda: clock() + 100
         width = 65 if kind == "other_model" and is_bad() else 64
         self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 1))
 
@@ -93,8 +107,8 @@ class Model(sg.Module):
         return nn.functional.mse_loss(self.net(x), y)
 
     def collectives(self, x) -> None:
-        if kind == "skip" and not is_bad():
-            dist.all_reduce(torch.ones(7))  # skip
+        if kind in ("skip", "skip_skewed") and not is_bad():
+            dist.all_reduce(torch.ones(7))  # skip # skip_skewed
         if kind == "extra" and is_bad():
             dist.barrier()  # extra
         if kind == "size":
@@ -142,12 +156,20 @@ class Model(sg.Module):
             os._exit(3)
         if kind == "sys_exit_0":
             sys.exit(0)
-        if kind == "error":
-            raise KeyError("a mistake on this rank")  # error
+        if kind in ("error", "error_skewed"):
+            raise KeyError("a mistake on this rank")  # error # error_skewed
         if kind == "interrupted":
             raise KeyboardInterrupt
         if kind == "stuck":
             stuck()
+        if kind == "stuck_in_gc":
+            gc.callbacks.append(lambda *_: time.sleep(1000))  # stuck_in_gc
+            gc.collect()
+        if kind == "parameter_written":
+            self.net[0].weight.data.add_(1.0)
+        if kind == "launcher_killed":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
         if kind == "stuck_in_c":
             ctypes.CDLL(None).sleep(1000)  # stuck_in_c
         if kind == "busy":
@@ -189,6 +211,8 @@ class Model(sg.Module):
             path = Path(tempfile.mkdtemp()) / "fifo"
             os.mkfifo(path)
             path.write_bytes(b"x")  # stuck_save
+        if is_bad() and kind == "rank_0_full_disk":
+            mount_full_disk(folder)
         if is_bad() and kind == "error_in_save":
             raise KeyError("a mistake on this rank")  # error_in_save
 
@@ -211,6 +235,7 @@ if __name__ == "__main__":
         launcher=None if launcher == "torchrun" else launcher, default_root_dir=folder, logger=False,
         callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=4)] if kind in SAVES else None,
         enable_checkpointing=kind in SAVES, enable_progress_bar=False, num_sanity_val_steps=0, limit_val_batches=2,
+        checks=CHECKS.get(kind, "finite"),
         val_check_interval=4 if kind in VALIDATES else 1.0,
     )  # fmt: skip
     trainer.fit(Model(), datamodule=Data())

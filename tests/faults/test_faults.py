@@ -136,6 +136,18 @@ def test_nothing_is_told_of_a_signal_that_was_meant_to_end_the_run(tmp_path):
     assert list(tmp_path.glob("stratagem-*")) == []
 
 
+def test_no_rank_is_blamed_for_the_end_of_the_launcher(tmp_path):
+    code, text = run("launcher_killed", "ddp", 2, "fork", tmp_path)
+    (folder,) = tmp_path.glob("stratagem-*")
+    told = subprocess.run(
+        [sys.executable, "-m", "stratagem", "postmortem", str(folder)], capture_output=True, text=True, check=False
+    )
+
+    assert (code, text) == (-signal.SIGKILL, "")
+    assert told.returncode == 4
+    assert told.stdout.startswith("the evidence does not tell which rank made this run end\n")
+
+
 def test_a_run_that_ends_well_leaves_no_file(tmp_path):
     for launcher in ("fork", "subprocess", "torchrun"):
         code, text = run("none", "ddp", 2, launcher, tmp_path)

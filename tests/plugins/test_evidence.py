@@ -29,6 +29,7 @@ from stratagem_evidence import (
     Recorder,
     as_text,
     from_text,
+    judged,
     keep,
     rank_evidence,
     read_all,
@@ -108,6 +109,46 @@ def test_collectives_are_recorded_however_they_are_called(tmp_path):
     assert records[0].site.place.startswith("test_evidence.py:")
     assert [r.site for r in known[0].records] == [r.site for r in records]
     assert known[0].runs is False
+
+
+def test_a_recorder_that_nobody_stops_leaves_no_file_and_a_forked_child_does_not_delete_it(tmp_path):
+    program = """
+import os, sys
+from pathlib import Path
+from stratagem_evidence import Recorder
+Recorder.start(Path(sys.argv[1]), 0, ("next batch",))
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(len(os.listdir(sys.argv[1])))
+"""
+    folder = tmp_path / "evidence"
+    folder.mkdir()
+    words = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+
+    assert (done.stdout, folder.exists()) == ("3\n", False)
+
+
+def test_a_request_for_the_stack_of_a_process_that_has_stopped_recording_does_not_end_it(tmp_path):
+    program = (
+        "import os, sys; from pathlib import Path; from stratagem_evidence import Recorder; "
+        "from stratagem_evidence.recorder import ASK_FOR_STACK; "
+        "Recorder.start(Path(sys.argv[1]), 0, ('next batch',)).stop(keep=True); os.kill(os.getpid(), ASK_FOR_STACK)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+
+    assert done.returncode == 0
+
+
+def test_a_program_that_ends_between_two_calls_of_the_trainer_is_over(tmp_path):
+    ring = Ring(tmp_path, 0, ("backward",))
+    ring.enter(0, step=1, batch=1)
+    ring.mark("over")
+    assert read_all(tmp_path)[0].is_over
+    ring.mark("")
+
+    assert not read_all(tmp_path)[0].is_over
 
 
 def test_a_faulthandler_of_somebody_else_stays_as_it_is(tmp_path):
@@ -275,6 +316,10 @@ CASES = {
         "ended", (1,), of(told(0, ending=-6), told(1, ending=-11, place="train.py:2 (f)"), told(2)),
         "rank 1 was killed by SIGSEGV in train.py:2 (f) at step 3, batch 4",
     ),
+    "signal without a name": (
+        "ended", (1,), of(told(0), told(1, ending=-45)),
+        "rank 1 was killed by signal 45 in backward at step 3, batch 4",
+    ),
     "exit 0": (
         "ended", (2,), of(told(0, is_echo=True), told(1, is_echo=True), told(2, ending=0)),
         "rank 2 exited with code 0 before its training was over in backward",
@@ -386,6 +431,12 @@ def test_a_ring_whose_content_was_overwritten_is_not_read(tmp_path):
     path.write_bytes(path.read_bytes()[:16].ljust(path.stat().st_size, b"\xff"))
 
     assert read_all(tmp_path) == {}
+
+
+def test_of_processes_that_ended_together_none_is_at_fault():
+    assert judged(of(told(0, A, A), told(1, A), told(2, A, A))) == ""
+    assert judged(of(told(0, A, A, runs=True), told(1, A))).startswith("rank 1 is gone")
+    assert judged(of(told(0, A, B), told(1, A, C))).startswith("rank 1 called barrier()")
 
 
 # --- Last words --------------------------------------------------------------------------------------------------

@@ -72,6 +72,9 @@ def read_kept(folder: Path) -> tuple[str, dict[int, RankEvidence]]:
 def judged(known: Mapping[int, RankEvidence]) -> str:
     """Return why a run failed one of whose processes is not there any more, "" if all are, or nothing tells."""
     for told in known.values():
-        told.is_gone |= not (told.runs or told.was_told_to_end)
-    found = verdict(known) if any(each.is_gone for each in known.values()) else None
+        told.is_gone |= not (told.runs or told.was_told_to_end or told.is_over)
+    # Of processes that something has ended together, as the end of their launcher does, none is at fault for that.
+    together = all(each.is_gone and each.ending is None for each in known.values())
+    gone = any(each.is_gone for each in known.values())
+    found = verdict(known, ("differ",) if together else ()) if gone else None
     return "" if found is None else str(StratagemError(found.found, do=found.do))

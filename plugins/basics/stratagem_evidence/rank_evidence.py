@@ -43,7 +43,7 @@ class RankEvidence:
     ending: int | None = None
     #: Its process is not there any more, however it ended.
     is_gone: bool = False
-    #: Its program has come to its end.
+    #: Its program has come to its end, or has ended all that it had begun with a trainer.
     is_over: bool = False
     #: The kernel killed it for lack of memory.
     lacked_memory: bool = False
@@ -94,7 +94,7 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                     lacked_memory=lacked_memory,
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
                     is_echo=content.end == "echo", has_own_error=content.end == "own error",
-                    called_exit=content.end == "exit", is_over=content.end == "over",
+                    called_exit=content.end == "exit", is_over=content.end == "over" and ending is None,
                 )  # fmt: skip
     return found
 

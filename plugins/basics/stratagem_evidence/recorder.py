@@ -10,15 +10,18 @@ belong together.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
+import os
 import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem.distributed.call_site import where
+from stratagem.distributed.launched import libc
 from stratagem_evidence.folder import delete_evidence
 from stratagem_evidence.ring import Ring, Site
 from stratagem_evidence.torch_calls import dump_into, no_dump_into, write_calls
@@ -47,6 +50,8 @@ class Recorder:
         #: Whether fatal signals write to this file.
         self._enabled = False
         self.enter, self.mark = self._ring.enter, self._ring.mark
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
 
     @classmethod
     def start(cls, folder: Path, rank: int, phases: tuple[str, ...]) -> Recorder | None:
@@ -68,6 +73,8 @@ class Recorder:
         return recorder
 
     def _write_stacks(self) -> None:
+        if ASK_FOR_STACK is not None and signal.getsignal(ASK_FOR_STACK) == signal.SIG_DFL:
+            libc().signal(ASK_FOR_STACK, signal.SIG_IGN)  # a request that comes too late would end the process
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._stack = (self.folder / f"{self.rank}.stack").open("w")
             self._enabled = not faulthandler.is_enabled()  # otherwise someone wants to see the stack elsewhere
@@ -76,8 +83,14 @@ class Recorder:
             if ASK_FOR_STACK is not None:
                 faulthandler.register(ASK_FOR_STACK, self._stack)
 
+    def _at_exit(self) -> None:
+        """Stop for a run that was dropped before it was closed; do nothing in a forked child."""
+        if os.getpid() == self._process:
+            self.stop(keep=False)
+
     def stop(self, keep: bool) -> None:
         """Stop recording, and delete the files unless somebody will read them."""
+        atexit.unregister(self._at_exit)
         if Recorder.active is self:
             Recorder.active = None
         if self._stack is not None:

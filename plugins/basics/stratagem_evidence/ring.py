@@ -125,8 +125,8 @@ class Ring:
         _PHASE.pack_into(self._map, _PHASE_AT, self._step, self._batch, phase + 1, time.time())
 
     def mark(self, end: str) -> None:
-        """Record why this process is about to end: one of `ENDS`."""
-        self._map[_END_AT] = ENDS.index(end) + 1
+        """Record why this process is about to end: one of `ENDS`; "" if it goes on."""
+        self._map[_END_AT] = ("", *ENDS).index(end)
 
     @property
     def ends(self) -> bool:

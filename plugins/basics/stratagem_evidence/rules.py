@@ -260,8 +260,13 @@ def _state(told: RankEvidence) -> str:
         return f"rank {rank} {'was' if told.is_echo else 'is'}{last_seen(told)}"
     if code < 0:
         why = " for lack of memory" if told.lacked_memory else ""
-        return f"rank {rank} was killed by {signal.Signals(-code).name}{why}{last_seen(told)}"
+        return f"rank {rank} was killed by {signal_name(-code)}{why}{last_seen(told)}"
     return f"rank {rank} {_EXITS.get(code, f'exited with code {code} and left no error report')}{last_seen(told)}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal: most of those for real-time use have none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def it_was(told: RankEvidence) -> str:

@@ -231,6 +231,7 @@ class LocalWorkers:
         evidence = observed(self.folder, self.children)
         end(self.children)
         cause = root_cause(self.folder, self.children, evidence, [int(os.environ["RANK"])] * echo)
+        clear(self.folder)  # the program may catch the error and end with os._exit
         return cause if echo or interrupted else None
 
     def _someone_failed(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import asdict
 
-from stratagem_evidence import RankEvidence, as_torch_recorded, by_group
+from stratagem_evidence import RankEvidence, as_torch_recorded, by_group, signal_name
 from stratagem_evidence.ring import Record
 
 
@@ -42,7 +41,7 @@ def _ending(told: RankEvidence) -> str:
     """Return how a process ended, in a few words."""
     code = told.ending
     if code is not None:
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return signal_name(-code) if code < 0 else f"exit code {code}"
     if told.has_own_error or told.is_echo:
         return "an error" if told.has_own_error else "an error of another rank"
     return "stopped" if told.is_stopped else "runs" if told.runs else "was ended"

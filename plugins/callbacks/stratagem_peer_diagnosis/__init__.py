@@ -87,11 +87,24 @@ class PeerDiagnosis(Callback):
             self.recorder.enter(phase)
 
     def _leave(self, trainer: TrainerView) -> None:
-        self._enter(_NEXT_BATCH if trainer.fitting else _AFTER)
+        if trainer.fitting:
+            self._enter(_NEXT_BATCH)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """Between two calls of the trainer a script may end in any way: nobody is at fault then."""
+        self._enter(_AFTER)
+        self._mark("over")
+
+    def _mark(self, end: str) -> None:
+        if self.recorder is not None:
+            self.recorder.mark(end)
 
     @hookimpl
     def setup(self) -> None:
         self._enter(_SETUP)
+        self._mark("")
 
     @hookimpl
     def on_train_batch_start(self, trainer: TrainerView, batch_idx: int) -> None:
@@ -151,7 +164,7 @@ class PeerDiagnosis(Callback):
 
     @hookimpl
     def on_fit_end(self) -> None:
-        self._enter(_AFTER)
+        self._end()
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
