@@ -16,7 +16,7 @@ KNOWN = {
     "stopped": r"stopped", "segmentation_fault": r"SIGSEGV", "skipped_backward": r"gradient|backward",
 }  # fmt: skip
 SET_ASIDE = {
-    "dtype": r"float64.*float32", "extra": r"barrier", "gather_sizes": r"9 elements.*5 elements", "exit_3": r"code 3|is gone",
+    "dtype": r"float64.*float32", "other_root": r"broadcast\(src=\d\).*where", "extra": r"barrier", "gather_sizes": r"9 elements.*5 elements", "exit_3": r"code 3|is gone",
     "sys_exit_0": r"code 0|sys.exit", "error_in_dataset": r"corrupt sample", "killed_worker": r"worker", "stuck_in_c": r"is in|did not call",
     "busy": r"is in|did not call", "aborted": r"SIGABRT", "bus_error": r"SIGBUS", "error_in_hook": r"KeyError",
     "stuck_in_hook": r"is in|did not call", "error_in_validation": r"KeyError", "stuck_validation": r"is in|did not call",

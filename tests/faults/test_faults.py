@@ -123,7 +123,11 @@ def test_each_kind_under_torchrun(kind, tmp_path):
     check(kind, "ddp", 3, "torchrun", tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["skip", "rank_0_killed"])
+def test_torchrun_does_not_see_that_a_rank_called_exit_and_the_others_say_it(tmp_path):
+    check("sys_exit_0", "ddp", 2, "torchrun", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["skip", "rank_0_killed", "other_root"])
 def test_the_end_of_the_rank_that_launched_the_others_is_told(kind, tmp_path):
     check(kind, "ddp", 3, "subprocess", tmp_path)
 

@@ -102,7 +102,7 @@ def test_collectives_are_recorded_however_they_are_called(tmp_path):
     number = int(records[1].site.group.partition("#")[2])  # the run made groups before
 
     assert [(r.site.op, r.site.size, r.site.dtype, r.site.group, r.number) for r in records] == [
-        ("all_reduce", 6, "float32", "0,1#1", 0), ("broadcast", 5, "float64", f"0,1#{number}", 0),
+        ("all_reduce", 6, "float32", "0,1#1", 0), ("broadcast(src=0)", 5, "float64", f"0,1#{number}", 0),
         ("all_reduce", 1, "float32", f"0,1#{number + 1}", 0), ("barrier", None, "", "0,1#1", 1), ("barrier", None, "", "0,1#1", 2),
         ("all_gather", 4, "float32", "0,1#1", 3),
     ]  # fmt: skip

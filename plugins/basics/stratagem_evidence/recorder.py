@@ -110,7 +110,7 @@ class Recorder:
         """Write what torch recorded, before this process ends with an error that another rank caused."""
         write_calls(self.folder, self.rank)
 
-    def begin(self, op: str, group: Any, tensor: Any, parts: Any = None) -> None:
+    def begin(self, op: str, group: Any, tensor: Any, parts: Any = None, root: int | None = None) -> None:
         """Record that this process begins a collective. Takes about a microsecond.
 
         Args:
@@ -118,6 +118,7 @@ class Recorder:
             group: its process group.
             tensor: whose size all ranks must agree on; None if there is none.
             parts: the tensors for what each rank sends, where torch lets ranks send different sizes.
+            root: the one that sends or receives, by its place in the group.
         """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_globals.get("__name__") in _TORCH:
@@ -126,17 +127,21 @@ class Recorder:
             return
         # The id of its code: the hash of code takes longer than all the rest.
         size = None if tensor is None else tensor.numel()
-        key = (id(frame.f_code), frame.f_lasti, group.group_name, op, size, None if size is None else tensor.dtype)
+        dtype = None if size is None else tensor.dtype
+        key = (id(frame.f_code), frame.f_lasti, group.group_name, op, root, size, dtype)
         if not self._ring.begin(key):
-            self._add_site(key, frame, op, group, tensor, parts)
+            self._add_site(key, frame, op, group, tensor, parts, root)
             self._ring.begin(key)
 
-    def _add_site(self, key: Any, frame: FrameType, op: str, group: Any, tensor: Any, parts: Any) -> None:
+    def _add_site(
+        self, key: Any, frame: FrameType, op: str, group: Any, tensor: Any, parts: Any, root: int | None
+    ) -> None:
         with self._lock:
             label, ranks = self._names.get(group.group_name) or self._name(group.group_name, group)
             self._codes.append(frame.f_code)  # while it lives no other code has its id
             size = None if tensor is None or not _are_equal(parts, tensor) else tensor.numel()
             dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+            op += "" if root is None else f"({_ROOTS[op]}={ranks[root]})"
             try:
                 self._ring.add_site(key, Site(op, label, ranks, size, dtype, _place(frame)))
             except OSError:  # a full disk: training goes on without evidence
@@ -190,6 +195,10 @@ _METHODS: dict[str, tuple[str, int | None, bool]] = {
 }  # fmt: skip
 
 
+#: What torch calls the rank that sends or receives.
+_ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
+
+
 @functools.cache
 def _replace_methods() -> None:
     from torch._C._distributed_c10d import ProcessGroup
@@ -208,7 +217,9 @@ def _recorded(method: Any, op: str, index: int | None, is_list: bool) -> Any:
             if index is None or index >= len(arguments):
                 recorder.begin(op, self, None)
             elif is_list:
-                recorder.begin(op, self, arguments[index][0], arguments[0] if op == "all_gather" else None)
+                parts = arguments[0] if op == "all_gather" else None
+                root = arguments[-1].rootRank if op in _ROOTS and len(arguments) > 1 else None
+                recorder.begin(op, self, arguments[index][0], parts, root)
             else:
                 recorder.begin(op, self, arguments[index])
         return method(self, *arguments, **options)

@@ -36,6 +36,7 @@ _NOTHING = '[[], ["", 0]]'
 class Site:
     """A collective at one place of the program, with one size of its tensor."""
 
+    #: The function, with the rank that sends or receives if that is one: "broadcast(src=1)".
     op: str
     #: Which group it is over: its ranks, and "#2" for the second group of these ranks and so on.
     group: str
@@ -47,7 +48,8 @@ class Site:
     place: str
 
     def __str__(self) -> str:
-        what = f"{self.op}()" if self.size is None else f"{self.op}() of {self.size:,} elements of {self.dtype}"
+        what = self.op if self.op.endswith(")") else f"{self.op}()"
+        what += "" if self.size is None else f" of {self.size:,} elements of {self.dtype}"
         return f"{what} ({self.place})" if self.place else what
 
     @property

@@ -261,7 +261,7 @@ def _state(told: RankEvidence) -> str:
     if code < 0:
         why = " for lack of memory" if told.lacked_memory else ""
         return f"rank {rank} was killed by {signal_name(-code)}{why}{last_seen(told)}"
-    return f"rank {rank} {_EXITS.get(code, f'exited with code {code} and left no error report')}{last_seen(told)}"
+    return f"rank {rank} {_EXITS.get(code, f'exited with code {code}')}{last_seen(told)}"
 
 
 def signal_name(number: int) -> str:

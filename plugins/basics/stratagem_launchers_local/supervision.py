@@ -29,7 +29,8 @@ from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.launched import libc, set_beside
 from stratagem.distributed.reports import left
 from stratagem.distributed.standard_streams import flush_files
-from stratagem_evidence import clear
+from stratagem.errors import StratagemError
+from stratagem_evidence import clear, keep
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
 from stratagem_launchers_local.reports import observed, read_report, root_cause
 
@@ -231,6 +232,8 @@ class LocalWorkers:
         evidence = observed(self.folder, self.children)
         end(self.children)
         cause = root_cause(self.folder, self.children, evidence, [int(os.environ["RANK"])] * echo)
+        if cause is None and echo and isinstance(error, StratagemError):
+            keep(self.folder, evidence, error)  # what this rank has found itself
         clear(self.folder)  # the program may catch the error and end with os._exit
         return cause if echo or interrupted else None
 

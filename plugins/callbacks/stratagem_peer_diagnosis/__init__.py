@@ -45,7 +45,8 @@ class PeerDiagnosis(Callback):
     recorder: Recorder | None = field(init=False, default=None, repr=False)
     #: Says why the run failed if an agent ends this process for that.
     last_words: LastWords | None = field(init=False, default=None, repr=False)
-    _failed: bool = field(init=False, default=False, repr=False)
+    #: Others will read what this process wrote.
+    _keeps: bool = field(init=False, default=False, repr=False)
     _saves_in_fit: bool = field(init=False, default=True, repr=False)
 
     @hookimpl
@@ -172,11 +173,11 @@ class PeerDiagnosis(Callback):
     def explain_error(self, error: BaseException, run: RunContext) -> BaseException:
         from stratagem.api.peer_errors import is_echo
 
-        self._failed = is_echo(error)
+        failed, stops = is_echo(error), isinstance(error, SystemExit)
+        self._keeps = failed or stops
         if self.recorder is not None:
-            stops = isinstance(error, SystemExit)
-            self.recorder.mark("echo" if self._failed else "exit" if stops else "own error")
-            if self._failed:
+            self.recorder.mark("echo" if failed else "exit" if stops else "own error")
+            if failed:
                 self.recorder.write_calls()
         if self.watchdog is not None:
             self.watchdog.failed = True
@@ -201,8 +202,8 @@ class PeerDiagnosis(Callback):
         if self.last_words is not None:
             self.last_words.close()
         if self.recorder is not None:
-            self.recorder.stop(keep=self._failed)
-        self.recorder, self.last_words, self._failed = None, None, False
+            self.recorder.stop(keep=self._keeps)
+        self.recorder, self.last_words, self._keeps = None, None, False
 
     def preload(self, device_type: str) -> None:
         """Import the diagnosis before anything fails: afterwards a process may be unable to."""
@@ -214,4 +215,4 @@ class PeerDiagnosis(Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.endpoints = self.watchdog = self.recorder = self.last_words = None
-        self._failed = False
+        self._keeps = False

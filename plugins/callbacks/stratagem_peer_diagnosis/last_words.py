@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING
 
 from stratagem.distributed.launched import libc
-from stratagem_evidence import delete_evidence, in_words, judged, read_all
+from stratagem_evidence import EVIDENCE_VARIABLE, delete_evidence, in_words, judged, read_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +87,8 @@ class LastWords:
         try:
             self._recorder.mark("told to end")
             self._recorder.write_calls()
+            if os.environ.get(EVIDENCE_VARIABLE) == str(self._recorder.folder):
+                return  # this process launched the others, which end with it
             time.sleep(_MARK_S)
             here = read_all(self._recorder.folder)
             if self._recorder.rank != min(rank for rank, each in here.items() if each.runs or each.was_told_to_end):
