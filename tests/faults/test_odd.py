@@ -73,8 +73,8 @@ def check(what, folder):
 TELLING = (
     "end=os_exit,collective=objects",
     "script=caught,end=os_exit",
-    "launcher=torchrun,script=fit_fit,loader=uneven,process=skewed",
-    "launcher=fork,world=3,collective=half,process=stopped,loader=slow",
+    "launcher=torchrun,script=fit_test_fit,process=gc,close=yes",
+    "launcher=fork,world=3,collective=half,process=stopped,loader=uneven",
 )
 
 
