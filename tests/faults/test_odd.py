@@ -73,6 +73,7 @@ def check(what, folder):
 TELLING = (
     "end=os_exit,collective=objects",
     "script=caught,end=os_exit",
+    "outside=SIGTERM_to_all,collective=all_reduce,world=3",
     "launcher=torchrun,script=fit_test_fit,process=gc,close=yes",
     "launcher=fork,world=3,collective=half,process=stopped,loader=uneven",
 )

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING
 
 from stratagem.distributed.launched import libc
-from stratagem_evidence import delete_evidence, in_words, judged, read_all
+from stratagem_evidence import EVIDENCE_VARIABLE, delete_evidence, in_words, judged, read_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +86,8 @@ class LastWords:
     def _speak(self) -> None:
         try:
             self._recorder.mark("told to end")
+            if str(self._recorder.folder) == os.environ.get(EVIDENCE_VARIABLE):
+                return  # this process launched the others: nobody ends it because one of them died
             time.sleep(_MARK_S)
             here = read_all(self._recorder.folder)
             if self._recorder.rank != min(rank for rank, each in here.items() if each.runs or each.was_told_to_end):
