@@ -69,12 +69,12 @@ def check(what, folder):
         assert "trained to the end" in text or chosen["end"] == "sys_exit_in_fit", text
 
 
-#: Which of them said once that a rank was at fault, or left files; and one of each launcher.
+#: Which of them said once that a rank was at fault, or left files.
 TELLING = (
     "end=os_exit,collective=objects",
     "script=caught,end=os_exit",
-    "launcher=torchrun,script=fit_fit,loader=uneven,process=skewed",
-    "launcher=fork,world=3,collective=half,process=stopped,loader=slow",
+    "outside=SIGTERM_to_all,collective=all_reduce,world=3",
+    "launcher=torchrun,script=fit_test_fit,process=gc,close=yes",
 )
 
 

@@ -35,10 +35,16 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def tell(name: str, rank: int) -> None:
-    """Print why `rank`, which launched all others, was ended by a signal, from what it left in the folder `name`."""
+def tell(name: str, rank: int, saw_sigterm: bool) -> None:
+    """Print why `rank`, which launched all others, was ended by a signal, from what it left in the folder `name`.
+
+    Args:
+        saw_sigterm: it would have left word of SIGTERM, which somebody sends to end the run.
+    """
     folder = Path(name)
     known = read_all(folder)
+    if not saw_sigterm and rank in known and known[rank].ending is None:
+        known.clear()
     if rank not in known or known[rank].was_told_to_end or known[rank].has_own_error or known[rank].is_over:
         clear(folder)
         return

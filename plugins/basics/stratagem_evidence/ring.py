@@ -127,8 +127,9 @@ class Ring:
         _PHASE.pack_into(self._map, _PHASE_AT, self._step, self._batch, phase + 1, time.time())
 
     def mark(self, end: str) -> None:
-        """Record why this process is about to end: one of `ENDS`; "" if it goes on."""
-        self._map[_END_AT] = ("", *ENDS).index(end)
+        """Record why this process is about to end: one of `ENDS`; "" if it goes on. What told it to end stays."""
+        if self._map[_END_AT] != 1 + ENDS.index("told to end"):
+            self._map[_END_AT] = ("", *ENDS).index(end)
 
     @property
     def ends(self) -> bool:

@@ -13,10 +13,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 _SCRIPT = "trap '' INT TERM HUP; read -r _ && exit; exec \"$@\""
-_TELL = "import sys; from stratagem_evidence.kept import tell; tell(sys.argv[1], int(sys.argv[2]))"
+_TELL = (
+    "import sys; from stratagem_evidence.kept import tell; tell(sys.argv[1], int(sys.argv[2]), sys.argv[3] == 'True')"
+)
 
 
 class Watcher:
@@ -26,7 +29,18 @@ class Watcher:
         self._shell: subprocess.Popen[bytes] | None = None
         reader, self._writer = os.pipe()
         os.register_at_fork(after_in_child=self._close)  # a loader's worker would hold the pipe open
-        words = ["/bin/sh", "-c", _SCRIPT, "sh", sys.executable, "-c", _TELL, str(folder), str(rank)]
+        words = [
+            "/bin/sh",
+            "-c",
+            _SCRIPT,
+            "sh",
+            sys.executable,
+            "-c",
+            _TELL,
+            str(folder),
+            str(rank),
+            str(threading.current_thread() is threading.main_thread()),
+        ]  # only that one handles signals
         with contextlib.suppress(OSError):  # a machine without a shell: training needs no watcher
             self._shell = subprocess.Popen(words, stdin=reader)
         os.close(reader)

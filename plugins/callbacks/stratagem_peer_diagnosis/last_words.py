@@ -86,9 +86,9 @@ class LastWords:
     def _speak(self) -> None:
         try:
             self._recorder.mark("told to end")
+            if str(self._recorder.folder) == os.environ.get(EVIDENCE_VARIABLE):
+                return  # this process launched the others: nobody ends it because one of them died
             self._recorder.write_calls()
-            if os.environ.get(EVIDENCE_VARIABLE) == str(self._recorder.folder):
-                return  # this process launched the others, which end with it
             time.sleep(_MARK_S)
             here = read_all(self._recorder.folder)
             if self._recorder.rank != min(rank for rank, each in here.items() if each.runs or each.was_told_to_end):
