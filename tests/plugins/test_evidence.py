@@ -91,6 +91,7 @@ def _record(rank, world_size, folder):
         for _ in range(2):
             dist.barrier()
         dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4))
+        dist.group.WORLD.allreduce(torch.ones(()), dist.ReduceOp.SUM).wait()
         recorder.stop(keep=True)
         dist.all_reduce(torch.ones(1))
 
@@ -104,7 +105,7 @@ def test_collectives_are_recorded_however_they_are_called(tmp_path):
     assert [(r.site.op, r.site.size, r.site.dtype, r.site.group, r.number) for r in records] == [
         ("all_reduce", 6, "float32", "0,1#1", 0), ("broadcast(src=0)", 5, "float64", f"0,1#{number}", 0),
         ("all_reduce", 1, "float32", f"0,1#{number + 1}", 0), ("barrier", None, "", "0,1#1", 1), ("barrier", None, "", "0,1#1", 2),
-        ("all_gather", 4, "float32", "0,1#1", 3),
+        ("all_gather", 4, "float32", "0,1#1", 3), ("all_reduce", 1, "float32", "0,1#1", 4),
     ]  # fmt: skip
     assert records[0].site.place.startswith("test_evidence.py:")
     assert [r.site for r in known[0].records] == [r.site for r in records]

@@ -216,11 +216,11 @@ def _recorded(method: Any, op: str, index: int | None, is_list: bool) -> Any:
         if recorder is not None:
             if index is None or index >= len(arguments):
                 recorder.begin(op, self, None)
-            elif is_list:
+            elif is_list and isinstance(arguments[index], list):
                 parts = arguments[0] if op == "all_gather" else None
-                root = arguments[-1].rootRank if op in _ROOTS and len(arguments) > 1 else None
+                root = getattr(arguments[-1], "rootRank", None) if op in _ROOTS else None
                 recorder.begin(op, self, arguments[index][0], parts, root)
-            else:
+            else:  # the same method also takes a tensor in place of a list
                 recorder.begin(op, self, arguments[index])
         return method(self, *arguments, **options)
 
