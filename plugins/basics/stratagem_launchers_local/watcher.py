@@ -29,18 +29,8 @@ class Watcher:
         self._shell: subprocess.Popen[bytes] | None = None
         reader, self._writer = os.pipe()
         os.register_at_fork(after_in_child=self._close)  # a loader's worker would hold the pipe open
-        words = [
-            "/bin/sh",
-            "-c",
-            _SCRIPT,
-            "sh",
-            sys.executable,
-            "-c",
-            _TELL,
-            str(folder),
-            str(rank),
-            str(threading.current_thread() is threading.main_thread()),
-        ]  # only that one handles signals
+        signals = str(threading.current_thread() is threading.main_thread())  # only that one handles them
+        words = ["/bin/sh", "-c", _SCRIPT, "sh", sys.executable, "-c", _TELL, str(folder), str(rank), signals]
         with contextlib.suppress(OSError):  # a machine without a shell: training needs no watcher
             self._shell = subprocess.Popen(words, stdin=reader)
         os.close(reader)
