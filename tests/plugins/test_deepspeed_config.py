@@ -268,7 +268,7 @@ NVME = {
 }  # fmt: skip
 THE_LOSS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 PLUMBING = (
-    "logging_level", "load_full_weights", "exclude_frozen_parameters", "state_dict_type", "timeout",
+    "logging_level", "load_full_weights", "exclude_frozen_parameters", "state_dict_type", "timeout", "start_timeout",
     "process_group_backend", "nccl", "gloo",
 )  # fmt: skip
 

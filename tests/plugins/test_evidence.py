@@ -411,7 +411,7 @@ def test_ranks_that_the_kernel_ended_with_rank_0_are_told_in_the_past(tmp_path, 
             ring.begin("a")
             (tmp_path / "0.stack").write_text("Fatal Python error: Aborted\n")
         ring.close()
-    tell(str(tmp_path), 0)
+    tell(str(tmp_path), 0, saw_sigterm=True)
 
     assert (
         "in which rank 0 waits; rank 1 was in next batch at step 3, batch 4; make the same" in capsys.readouterr().err

@@ -43,7 +43,6 @@ from stratagem_launchers_local.supervision import (
     start_for_good,
     wait_for,
 )
-from stratagem_launchers_local.watcher import Watcher
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -92,7 +91,7 @@ class SubprocessLauncher(Launcher):
             clear(folder)
             raise
         os.environ.update(process_variables(first), **{EVIDENCE_VARIABLE: str(folder)})
-        return LocalWorkers(children, folder, store, Watcher(folder, first.rank)).run(main)
+        return LocalWorkers(children, folder, store).run(main)
 
 
 def _ending_with(parent: int) -> Callable[[], None] | None:

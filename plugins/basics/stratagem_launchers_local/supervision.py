@@ -33,10 +33,10 @@ from stratagem.errors import StratagemError
 from stratagem_evidence import clear, keep
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
 from stratagem_launchers_local.reports import observed, read_report, root_cause
+from stratagem_launchers_local.watcher import Watcher
 
 if TYPE_CHECKING:
     from stratagem_evidence import RankEvidence
-    from stratagem_launchers_local.watcher import Watcher
 
 #: How long a process may take to notice that another died.
 NOTICE_S = 4.0
@@ -183,14 +183,12 @@ def _root_is_known(folder: Path) -> bool:
 class LocalWorkers:
     """The launched processes of this node, where the parent is a rank, too."""
 
-    def __init__(
-        self, children: list[tuple[int, subprocess.Popen[bytes]]], folder: Path, store: Any, watcher: Watcher
-    ) -> None:
+    def __init__(self, children: list[tuple[int, subprocess.Popen[bytes]]], folder: Path, store: Any) -> None:
         self.children = [
             Child(rank, process.pid, lambda rank=rank, process=process: _ending_code(process.poll(), folder, rank))  # type: ignore[misc]
             for rank, process in children
         ]
-        self.folder, self.store, self.watcher = folder, store, watcher
+        self.folder, self.store, self.watcher = folder, store, Watcher(folder, int(os.environ["RANK"]))
         self.ending = threading.Event()
         #: Whether a watcher thread interrupted the main thread: the next KeyboardInterrupt is not Ctrl-C.
         self.interrupted_us = False

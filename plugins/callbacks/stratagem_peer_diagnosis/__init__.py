@@ -58,9 +58,12 @@ class PeerDiagnosis(Callback):
         self.preload(run.device.type)
         from stratagem_evidence import evidence_folder
         from stratagem_peer_diagnosis.endpoints import Endpoints
+        from stratagem_peer_diagnosis.failure_reports import forget_cause
 
         assert run.world is not None, "connected"
         folder = evidence_folder(run.world.local_rank == 0)
+        if folder and run.world.local_rank == 0:
+            forget_cause(Path(folder))
         self.endpoints = Endpoints.exchange(run.world, run.collectives, folder)
         self._record(folder or self.endpoints.evidence_here(), run)
         if not run.collectives.reports_lost_ranks:

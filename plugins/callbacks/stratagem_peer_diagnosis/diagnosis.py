@@ -89,7 +89,7 @@ def _by_evidence(
         told.place = doing.get(rank) or told.place
     if run.rank in known:
         known[run.rank].is_echo = True
-    rules = ("differ", "stopped", "missing", "deadlock", "beneath")
+    rules = ("differ", "stopped", "missing", "deadlock")
     found = verdict(known, (*rules, "ended") if any(told.called_exit for told in known.values()) else rules)
     return None if found is None else PeerError(found.found, do=found.do)
 

@@ -33,6 +33,16 @@ STORE_S = 1.0
 _DO = "\x1e"
 
 
+#: In the folder for evidence: what a rank of this machine found.
+_CAUSE = "cause"
+
+
+def forget_cause(folder: Path) -> None:
+    """Delete what an earlier run of the same processes found."""
+    with contextlib.suppress(OSError):
+        (folder / _CAUSE).unlink(missing_ok=True)
+
+
 class FailureReports:
     """The reports of all ranks. A store that was slow once is not asked again.
 
@@ -42,7 +52,7 @@ class FailureReports:
 
     def __init__(self, collectives: Collectives, store_s: float = STORE_S, folder: Path | None = None) -> None:
         self._collectives, self.is_open, self._store_s = collectives, True, store_s
-        self._file = None if folder is None else folder / "cause"
+        self._file = None if folder is None else folder / _CAUSE
 
     def read(self, limit_s: float) -> PeerError | None:
         """Return the cause that a rank reported as an error, if one does within `limit_s`."""

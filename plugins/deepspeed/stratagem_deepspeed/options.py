@@ -27,7 +27,7 @@ _PATH = "strategy.deepspeed"
 #: Options that are used together with a `config`.
 _BESIDE_A_CONFIG = {
     "config", "remote_device", "logging_batch_size_per_gpu", "logging_level", "load_full_weights",
-    "exclude_frozen_parameters", "state_dict_type", "timeout", "process_group_backend", "nccl", "gloo",
+    "exclude_frozen_parameters", "state_dict_type", "timeout", "start_timeout", "process_group_backend", "nccl", "gloo",
     "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
 }  # fmt: skip
 #: Options for transfers to and from a disk.
