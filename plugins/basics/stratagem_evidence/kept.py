@@ -43,9 +43,8 @@ def tell(name: str, rank: int, saw_sigterm: bool) -> None:
     """
     folder = Path(name)
     known = read_all(folder)
-    if not saw_sigterm and rank in known and known[rank].ending is None:
-        known.clear()
-    if rank not in known or known[rank].was_told_to_end or known[rank].has_own_error or known[rank].is_over:
+    mine = known.get(rank)
+    if mine is None or mine.was_told_to_end or mine.has_own_error or mine.is_over or not (saw_sigterm or mine.ending):
         clear(folder)
         return
     for told in known.values():

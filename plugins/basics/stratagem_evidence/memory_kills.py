@@ -6,22 +6,18 @@ import contextlib
 import re
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")
+from stratagem_evidence.control_groups import memory_groups
+
+#: By version: the file with the count.
+_FILES = {1: "memory.oom_control", 2: "memory.events"}
 
 
 def kills_so_far() -> tuple[str, int]:
     """Return the file with the count of this process's control group, and the count; ("", 0) if there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers == "memory":
-                file = _ROOT / "memory" / group.strip("/") / "memory.oom_control"
-            elif not controllers:
-                file = _ROOT / group.strip("/") / "memory.events"
-            else:
-                continue
-            if (count := _count(str(file))) is not None:
-                return str(file), count
+    for version, folder, _ in memory_groups():
+        file = str(folder / _FILES[version])
+        if (count := _count(file)) is not None:
+            return file, count
     return "", 0
 
 

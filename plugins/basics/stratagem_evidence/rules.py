@@ -42,7 +42,7 @@ class Verdict:
 
     #: "differ", "stopped", "missing", "deadlock", "beneath", "ended" or "aborted".
     rule: str
-    #: Those at fault.
+    #: Those at fault; none if ranks of other machines are.
     ranks: tuple[int, ...]
     found: str
     do: str

@@ -15,6 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import cattrs
+from cattrs.errors import BaseValidationError
+
 from stratagem_evidence.ring import Record, Site
 from stratagem_evidence.users_files import users_frame
 
@@ -45,26 +48,20 @@ def write_calls(folder: Path, rank: int) -> None:
     groups = {str(group.group_name): tuple(ranks) for group, ranks in _world.pg_group_ranks.items()}
     with contextlib.suppress(Exception):  # it is private, and this process is about to end
         recorded = pickle.loads(c10d._dump_fr_trace(True, True, False))  # noqa: S301 - of this process
-        lines = [json.dumps(call) for call in _calls(recorded, groups)]
-        (folder / f"{rank}.calls").write_text("\n".join(lines))
+        calls = json.dumps(cattrs.unstructure([*_calls(recorded, groups)]))
+        (folder / f"{rank}.calls").write_text(calls)
 
 
 def read_calls(folder: Path, rank: int) -> list[Record]:
     """Return the last collectives of `rank`, the oldest first, as the process or NCCL's watchdog wrote them."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError):
-        own, dump = folder / f"{rank}.calls", folder / f"{_DUMP}{rank}"
+    own, dump = folder / f"{rank}.calls", folder / f"{_DUMP}{rank}"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, BaseValidationError):
         if own.exists():
-            calls = [json.loads(line) for line in own.read_text().splitlines()]
-        elif dump.exists():
+            return cattrs.structure(json.loads(own.read_text()), list[Record])
+        if dump.exists():
             recorded = _Plain(io.BytesIO(dump.read_bytes())).load()
             configs = recorded["pg_config"].values()
-            calls = [*_calls(recorded, {each["name"]: tuple(json.loads(each["ranks"])) for each in configs})]
-        else:
-            calls = []
-        return [
-            Record(number, began, Site(op, group, tuple(ranks), *rest))
-            for number, began, op, group, ranks, *rest in calls
-        ]
+            return [*_calls(recorded, {each["name"]: tuple(json.loads(each["ranks"])) for each in configs})]
     return []
 
 
@@ -75,7 +72,7 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} in a dump")
 
 
-def _calls(recorded: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Any, ...]]:
+def _calls(recorded: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Iterator[Record]:
     for entry in recorded["entries"]:
         name = entry["process_group"][0]
         if entry["is_p2p"] or name not in groups:
@@ -84,17 +81,9 @@ def _calls(recorded: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -
         sizes, dtypes, ranks = entry["input_sizes"], entry["input_dtypes"], groups[name]
         size = sum(map(prod, sizes)) if op in _EQUAL else None
         label = f"{','.join(map(str, ranks))}#{name} (torch)"
-        began = entry["time_created_ns"] / 1e9
-        yield (
-            entry["collective_seq_id"],
-            began,
-            op,
-            label,
-            ranks,
-            size,
-            dtypes[0].lower() if dtypes else "",
-            _place(entry),
-        )
+        dtype = dtypes[0].lower() if dtypes else ""
+        site = Site(op, label, ranks, size, dtype, _place(entry))
+        yield Record(entry["collective_seq_id"], entry["time_created_ns"] / 1e9, site)
 
 
 def _place(entry: Mapping[str, Any]) -> str:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from stratagem_launchers_local.children import Child
 
 
-#: Rules that need no evidence of other machines.
-_OF_THIS_MACHINE = ("stopped", "missing", "deadlock", "beneath", "ended")
-
-
 @frozen
 class Report:
     """The error report of a process."""
@@ -64,10 +60,10 @@ def root_cause(
     if roots and differ is None:
         return _as_error(roots[0])
     # Where no process ended silently, ranks that waited in vain have looked around, and know what the others did.
-    told = reports and reports[0].type == PeerError.__name__
-    if told and verdict(evidence, ("ended", "aborted")) is not None:
-        told = verdict(evidence, _OF_THIS_MACHINE) is None
-    found = differ or (None if told else verdict(evidence))
+    found = differ or verdict(evidence)
+    if reports and reports[0].type == PeerError.__name__ and differ is None:
+        ended = verdict(evidence, ("ended", "aborted")) is not None
+        found = found if ended and found is not None and found.ranks else None
     cause = LaunchError(found.found, do=found.do) if found else _as_error(reports[0]) if reports else None
     if cause is not None:
         keep(folder, evidence, cause)

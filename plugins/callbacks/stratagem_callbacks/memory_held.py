@@ -10,6 +10,8 @@ import torch
 from attrs import evolve, frozen
 from torch.nn.parameter import is_lazy
 
+from stratagem_evidence.control_groups import memory_groups
+
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
 
@@ -77,14 +79,10 @@ def host_memory() -> Memory:
 
 def _limits_of_control_groups() -> Iterator[int]:
     """Yield the limits of the control groups of this process, of both versions; those without a limit have a word."""
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, group = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup") / controllers
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            own = root / group.strip("/")
-            for folder in (each for each in (own, *own.parents) if each.is_relative_to(root)):
-                yield from (int(text) for text in _lines(folder / name) if text.isdigit())
+    for version, own, root in memory_groups():
+        name = "memory.limit_in_bytes" if version == 1 else "memory.max"
+        for folder in (each for each in (own, *own.parents) if each.is_relative_to(root)):
+            yield from (int(text) for text in _lines(folder / name) if text.isdigit())
 
 
 def _lines(path: Path) -> list[str]:

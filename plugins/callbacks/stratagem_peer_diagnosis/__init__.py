@@ -90,12 +90,6 @@ class PeerDiagnosis(Callback):
         if self.recorder is not None:
             self.recorder.enter(phase)
 
-    def _leave(self, trainer: TrainerView) -> None:
-        if trainer.fitting:
-            self._enter(_NEXT_BATCH)
-        else:
-            self._end()
-
     def _end(self) -> None:
         """Between two calls of the trainer a script may end in any way: nobody is at fault then."""
         self._enter(_AFTER)
@@ -133,23 +127,20 @@ class PeerDiagnosis(Callback):
 
     @hookimpl
     def on_validation_end(self, trainer: TrainerView) -> None:
-        self._leave(trainer)
+        if trainer.fitting:
+            self._enter(_NEXT_BATCH)
+        else:
+            self._end()
+
+    on_test_end = on_predict_end = on_validation_end
 
     @hookimpl
     def on_test_start(self) -> None:
         self._enter(_TEST)
 
     @hookimpl
-    def on_test_end(self, trainer: TrainerView) -> None:
-        self._leave(trainer)
-
-    @hookimpl
     def on_predict_start(self) -> None:
         self._enter(_PREDICT)
-
-    @hookimpl
-    def on_predict_end(self, trainer: TrainerView) -> None:
-        self._leave(trainer)
 
     @hookimpl
     def on_save_checkpoint(self, trainer: TrainerView) -> None:
