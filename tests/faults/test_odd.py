@@ -75,6 +75,7 @@ TELLING = (
     "script=caught,end=os_exit",
     "outside=SIGTERM_to_all,collective=all_reduce,world=3",
     "launcher=torchrun,script=fit_test_fit,process=gc,close=yes",
+    "launcher=torchrun,end=sys_exit_in_fit",
 )
 
 

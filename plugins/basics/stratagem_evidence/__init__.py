@@ -13,12 +13,19 @@ They are gone after a good end. `verdict` compares the files of all ranks.
 
 from stratagem_evidence.folder import EVIDENCE_VARIABLE, delete_evidence, evidence_folder
 from stratagem_evidence.kept import clear, in_words, judged, keep, read_kept
-from stratagem_evidence.rank_evidence import RankEvidence, as_text, ask_for_stacks, from_text, read_all
+from stratagem_evidence.rank_evidence import (
+    RankEvidence,
+    as_text,
+    ask_for_stacks,
+    delete_if_all_exited,
+    from_text,
+    read_all,
+)
 from stratagem_evidence.recorder import Recorder
 from stratagem_evidence.rules import Verdict, as_torch_recorded, by_group, it_was, signal_name, verdict
 
 __all__ = [
     "EVIDENCE_VARIABLE", "RankEvidence", "Recorder", "Verdict", "as_text", "as_torch_recorded", "ask_for_stacks",
-    "by_group", "clear", "delete_evidence", "evidence_folder", "from_text", "in_words", "it_was", "judged", "keep",
-    "read_all", "read_kept", "signal_name", "verdict",
+    "by_group", "clear", "delete_evidence", "delete_if_all_exited", "evidence_folder", "from_text", "in_words", "it_was",
+    "judged", "keep", "read_all", "read_kept", "signal_name", "verdict",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 import cattrs
 from attrs import define, evolve, field
 
+from stratagem_evidence.folder import delete_evidence
 from stratagem_evidence.memory_kills import killed_since
 from stratagem_evidence.recorder import ASK_FOR_STACK
 from stratagem_evidence.ring import Phase, Record, read_ring
@@ -97,6 +98,14 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                     called_exit=content.end == "exit", is_over=content.end == "over" and ending is None,
                 )  # fmt: skip
     return found
+
+
+def delete_if_all_exited(folder: Path) -> None:
+    """Delete the evidence in `folder` if each rank that left some called sys.exit: nobody is left who would read it."""
+    known = read_all(folder)
+    if all(told.called_exit for told in known.values()):
+        for rank in known:
+            delete_evidence(folder, rank)
 
 
 def ask_for_stacks(folder: Path, processes: Iterable[tuple[int, int]]) -> None:

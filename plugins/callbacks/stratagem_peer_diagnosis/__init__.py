@@ -197,6 +197,10 @@ class PeerDiagnosis(Callback):
             self.last_words.close()
         if self.recorder is not None:
             self.recorder.stop(keep=self._keeps)
+            if self._keeps:
+                from stratagem_evidence import delete_if_all_exited
+
+                delete_if_all_exited(self.recorder.folder)
         self.recorder, self.last_words, self._keeps = None, None, False
 
     def preload(self, device_type: str) -> None:
