@@ -26,6 +26,6 @@ from stratagem_evidence.rules import Verdict, as_torch_recorded, by_group, it_wa
 
 __all__ = [
     "EVIDENCE_VARIABLE", "RankEvidence", "Recorder", "Verdict", "as_text", "as_torch_recorded", "ask_for_stacks",
-    "by_group", "clear", "delete_evidence", "delete_if_all_exited", "evidence_folder", "from_text", "in_words", "it_was",
-    "judged", "keep", "read_all", "read_kept", "signal_name", "verdict",
+    "by_group", "clear", "delete_evidence", "delete_if_all_exited", "evidence_folder", "from_text", "in_words",
+    "it_was", "judged", "keep", "read_all", "read_kept", "signal_name", "verdict",
 ]  # fmt: skip
