@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -127,19 +128,25 @@ def test_two_hosts_train_as_one_process_under_torchrun(hosts, tmp_path, own):
     assert_trained(start(hosts, by_torchrun(script(tmp_path, devices=""))))
 
 
+def start_training(hosts, how, folder):
+    """Start a long run, and wait until each rank has trained some steps."""
+    (folder / "pace").touch()
+    devices = OWN if how is by_hand else ""
+    processes = start(hosts, how(script(folder, devices=devices, steps=10000, timeout=TIMEOUT_S)))
+    deadline = time.monotonic() + 360
+    while not all((folder / f"step-3-{rank}").exists() for rank in range(4)):
+        assert time.monotonic() < deadline, outputs(processes, 1)
+        assert all(process.poll() is None for process in processes), outputs(processes)
+        time.sleep(0.05)
+    return processes
+
+
 @pytest.mark.sweep(
     guard="tests/plugins/test_lost_peers.py::test_a_cut_of_five_seconds_is_survived_and_a_longer_one_names_the_peer"
 )
 @pytest.mark.parametrize("how", [by_torchrun, by_hand])
 def test_a_cut_link_ends_both_hosts_and_each_names_the_other(hosts, tmp_path, how):
-    (tmp_path / "pace").touch()
-    devices = OWN if how is by_hand else ""
-    processes = start(hosts, how(script(tmp_path, devices=devices, steps=10000, timeout=TIMEOUT_S)))
-    deadline = time.monotonic() + 360
-    while not all((tmp_path / f"step-3-{rank}").exists() for rank in range(4)):
-        assert time.monotonic() < deadline, outputs(processes, 1)
-        assert all(process.poll() is None for process in processes), outputs(processes)
-        time.sleep(0.05)
+    processes = start_training(hosts, how, tmp_path)
 
     hosts.cut(2)
     found = outputs(processes, 60)
@@ -151,3 +158,20 @@ def test_a_cut_link_ends_both_hosts_and_each_names_the_other(hosts, tmp_path, ho
         silence = f"has heard nothing from {place}.* for {TIMEOUT_S} s, and cannot reach"
         assert re.search(silence, errors) or re.search(f"cannot reach {place}", errors), errors
     assert not any(host.pids() for host in hosts.hosts)
+
+
+@pytest.mark.sweep(
+    guard="tests/plugins/test_lost_peers.py::test_a_killed_rank_that_hosts_the_store_is_named_also_by_a_rank_that_is_late_to_notice"
+)
+@pytest.mark.parametrize("how", [by_torchrun, by_hand])
+def test_the_host_of_the_store_that_dies_is_named_on_the_other_one(hosts, tmp_path, how):
+    processes = start_training(hosts, how, tmp_path)
+
+    hosts.cut(1)
+    for pid in hosts.hosts[0].pids():
+        os.kill(pid, signal.SIGKILL)
+    _, errors = outputs(processes, 60)[1]
+
+    assert processes[1].returncode not in (0, None), errors
+    assert re.search(r"rank [01]\b.*\(h1, 10\.77\.0\.1\)", errors), errors
+    assert not hosts.hosts[1].pids()

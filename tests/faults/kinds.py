@@ -29,7 +29,7 @@ SET_ASIDE = {
 #: Faults without a line: of these the phase is the place.
 PHASES = {
     "killed": "training_step", "rank_0_killed": "training_step", "exit_0": "training_step", "exit_3": "training_step",
-    "stopped": "training_step", "sys_exit_0": "training_step", "nan": "step 3",
+    "stopped": "training_step", "sys_exit_0": "training_step", "nan": "in batch 3",
     "slow_loader": "loader's next batch", "killed_worker": "", "skipped_backward": "", "other_model": "", "interrupted": "",
     "one_logs": "", "parameter_written": "net.0.weight' after step", "rank_0_full_disk": "",
 }  # fmt: skip

@@ -12,8 +12,8 @@ from programs import scripts
 from stratagem.callbacks import Finite, LearningRateFinder
 from stratagem.errors import ConfigError, PluginError
 from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Net, joined_batches, part
-from stratagem_testing.training import outcome
+from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
+from stratagem_testing.training import outcome, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(6, 8)
@@ -199,6 +199,42 @@ def test_the_gradient_of_one_rank_is_found_before_it_is_averaged(strategy):
 
     assert "is not finite on rank 1 in batch 3 of epoch 0" in second
     assert "rank 1 failed with StratagemError: the gradient of " in first
+
+
+def _fit_and_skip(rank, world_size, strategy):
+    batches, model = part(BATCHES, rank, world_size), Bad("gradient")
+    checks = {"name": "finite", "action": "skip"}
+    trainer = fit(model, batches, strategy=strategy, devices=world_size, checks=checks)
+    return weights_of(trainer), trainer.global_step, trainer.position.skipped_steps
+
+
+@pytest.mark.filterwarnings("ignore:the loss of rank")
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        ("ddp", 2), ("fsdp", 2), pytest.param("auto", 1, marks=pytest.mark.sweep),
+        pytest.param("parallel", 2, marks=pytest.mark.sweep),
+    ],
+)  # fmt: skip
+def test_a_step_is_skipped_on_all_ranks(strategy, world_size):
+    reference, norms = train_plainly([batch for number, batch in enumerate(BATCHES) if number != 3])
+
+    for weights, steps, skipped in run_in_processes(_fit_and_skip, world_size, strategy):
+        assert (steps, skipped) == (6, 1)
+        assert relative_difference(weights, reference) < 1e-6
+    assert max(norms) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"precision": "16-mixed"}, "a loss scale skips such steps"),
+        ({"strategy": "deepspeed_stage_2"}, "keeps the gradients to itself"),
+    ],
+)
+def test_steps_that_others_skip_or_cannot_be_skipped_are_refused(options, why):
+    with pytest.raises(ConfigError, match=f"finite.action is 'skip' and .*{why}; expected 'error' or 'warn'"):
+        fit(Net(), checks={"name": "finite", "action": "skip"}, **options)
 
 
 def test_sharded_gradients_are_refused():

@@ -28,6 +28,7 @@ def write(folder, last):
         ring.close()
     known = {rank: RankEvidence(rank=rank, process=7, ending=-9 if rank == 1 else None) for rank in range(3)}
     known[1].place = last
+    (folder / "2.note").write_text("rank 2 is slower than the others")
     keep(folder, known, LaunchError("rank 1 was killed by SIGKILL", do="look at the kernel log"))
 
 
@@ -42,6 +43,7 @@ def test_the_sentence_and_the_last_collectives_are_shown_side_by_side(tmp_path, 
     assert ranks[1].split()[:1] + ranks[1].split()[2:] == ["1", "SIGKILL", "12", "3", "train.py:3"]
     assert ranks[2].split()[-1] == "training_step"
     assert ranks[3:] == [
+        "before: rank 2 is slower than the others",
         "", "collectives of ranks 0,1,2", "       1  all: broadcast() of 5 elements of int64 (train.py:1)",
         "       2  rank 0: all_reduce() of 7,000 elements of float32 (train.py:3)", "       2  rank 1: -",
         "       2  rank 2: all_reduce() of 7,000 elements of float32 (train.py:3)",

@@ -28,6 +28,7 @@ from stratagem_callbacks.rank_times import (
     stragglers,
     told,
 )
+from stratagem_evidence import Recorder, read_all
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part
 
@@ -187,6 +188,30 @@ def test_nobody_is_blamed_for_a_phase_with_collectives(strategy):
 
 def _fit_with_slow_backward(rank, world_size, strategy):
     return _fit(rank, world_size, Slow, strategy, 1, "backward", stragglers=HIGH)
+
+
+class Reader(Slow):
+    """Reads what the ranks have written for a post-mortem."""
+
+    notes = ()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 9:
+            self.notes = [told.note for _, told in sorted(read_all(Recorder.active.folder).items())]
+        return super().training_step(batch, batch_idx)
+
+
+def _read_notes(rank, world_size):
+    model = Reader()
+    said, *_ = _fit(rank, world_size, lambda phase: model, "ddp", 1, "next batch", batches=10)
+    return said, model.notes
+
+
+def test_the_slow_rank_keeps_the_sentence_for_a_post_mortem():
+    (said, notes), _ = run_in_processes(_read_notes, 2)
+
+    assert notes[0] == ""
+    assert [_in_letters(notes[1])] == [_in_letters(each) for each in said]
 
 
 def _fit_with_report(rank, world_size, folder):

@@ -25,7 +25,7 @@ def delete_evidence(folder: Path, rank: int) -> None:
     """Delete the files of `rank`, and the folder once it is empty. A launcher clears its folder when all have ended."""
     if str(folder) == os.environ.get(EVIDENCE_VARIABLE):
         return
-    for kind in ("ring", "sites", "stack", "calls"):
+    for kind in ("ring", "sites", "stack", "calls", "note"):
         (folder / f"{rank}.{kind}").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()

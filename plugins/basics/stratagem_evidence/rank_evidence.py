@@ -60,6 +60,8 @@ class RankEvidence:
     called_exit: bool = False
     #: It ended with an error of its own.
     has_own_error: bool = False
+    #: What a callback found about it while it trained; "" if nothing.
+    note: str = ""
 
 
 def as_text(known: Mapping[int, RankEvidence]) -> str:
@@ -84,6 +86,7 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
             if (content := read_ring(path)) is not None:
                 stacks = path.with_suffix(".stack")
                 stack = stacks.read_text() if stacks.exists() else ""
+                note = path.with_suffix(".note")
                 state = _state(content.process)
                 runs = state not in ("", "Z", "X")
                 ending = None if runs else _fatal(stack)
@@ -96,12 +99,13 @@ def read_all(folder: Path) -> dict[int, RankEvidence]:
                     is_stopped=state in ("T", "t"), was_told_to_end=content.end == "told to end",
                     is_echo=content.end == "echo", has_own_error=content.end == "own error",
                     called_exit=content.end == "exit", is_over=content.end == "over" and ending is None,
+                    note=note.read_text() if note.exists() else "",
                 )  # fmt: skip
     return found
 
 
 def delete_if_all_exited(folder: Path) -> None:
-    """Delete the evidence in `folder` if each rank that left some called sys.exit: nobody is left who would read it."""
+    """Delete the evidence in `folder` if each rank that left some called sys.exit: nobody will read it."""
     known = read_all(folder)
     if all(told.called_exit for told in known.values()):
         for rank in known:

@@ -110,6 +110,11 @@ class Recorder:
         """Write what torch recorded, before this process ends with an error that another rank caused."""
         write_calls(self.folder, self.rank)
 
+    def note(self, sentence: str) -> None:
+        """Write `sentence` about this rank for `stratagem postmortem`, in place of an earlier one."""
+        with contextlib.suppress(OSError):
+            (self.folder / f"{self.rank}.note").write_text(sentence)
+
     def begin(self, op: str, group: Any, tensor: Any, parts: Any = None, root: int | None = None) -> None:
         """Record that this process begins a collective. Takes about a microsecond.
 

@@ -43,6 +43,7 @@ def _parts(sentence: str, known: Mapping[int, RankEvidence]) -> Iterator[str]:
     for cells in rows(known):
         yield f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
     yield "</table></div>"
+    yield from (f"<p>Before: {escape(told.note)}</p>" for _, told in sorted(known.items()) if told.note)
     yield from _timeline(known)
 
 

@@ -23,6 +23,7 @@ def lines_of(sentence: str, known: Mapping[int, RankEvidence], last: int) -> Ite
     yield f"{'rank':<6}{'process':<10}{'ended':<26}{'step':>8}{'batch':>8}  was in"
     for rank, process, ended, step, batch, place in rows(known):
         yield f"{rank:<6}{process:<10}{ended:<26}{step:>8}{batch:>8}  {place}"
+    yield from (f"before: {told.note}" for _, told in sorted(known.items()) if told.note)
     for group, begun in [*sorted(by_group(known).items()), *sorted(by_group(as_torch_recorded(known)).items())]:
         yield ""
         yield f"collectives of ranks {group.partition('#')[0]}{' as torch recorded them' * group.endswith('(torch)')}"

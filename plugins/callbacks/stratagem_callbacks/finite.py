@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import define, field
 
-from stratagem.api import hookimpl
+from stratagem.api import CUSTOM_CLIPPING, hookimpl
 from stratagem.api.capabilities import CHECKS_GRADIENTS
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
@@ -31,8 +31,9 @@ _Place = tuple[str, int, int, int]
 class Finite(Callback):
     """Check that the loss of each rank is finite in each batch, on CPUs and CUDA, for which the host does not wait."""
 
-    #: Raise an error, which ends all ranks, or warn once.
-    action: Literal["error", "warn"] = "error"
+    #: Raise an error, which ends all ranks; warn once; or warn once and skip each optimizer step whose averaged
+    #: gradients are not finite, on all ranks: for this the host waits in each step.
+    action: Literal["error", "warn", "skip"] = "error"
     #: Check the gradients of each rank before they are averaged, too: reads all of them once more in each backward.
     #: Not with sharded parameters, nor with a loss scale, which lets gradients overflow.
     gradients: bool = False
@@ -54,6 +55,8 @@ class Finite(Callback):
         # With detect_anomaly the backward names the operation.
         self._is_late = run.device != torch.device("cpu") or trainer.settings.detect_anomaly
         self._most = _SKIPPED_LOSSES if run.policy.loss_scaling or run.provides(CHECKS_GRADIENTS) else 1
+        if self.action == "skip":
+            _check_that_steps_can_be_skipped(run)
         if self.gradients and self._watches:
             self._watch_gradients(trainer, module)
 
@@ -81,6 +84,16 @@ class Finite(Callback):
             self._waiting.append((_place(trainer), loss.detach()))
             if self._sent is None or self._sent[1].ready:
                 self._read(trainer)
+
+    @hookimpl
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer, run: RunContext) -> None:
+        if self.action == "skip" and not run.environment.simulated:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            is_bad = not _are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
+            if run.peers.any(is_bad) if run.shards_parameters else is_bad:
+                for parameter in parameters:  # an optimizer skips parameters without a gradient
+                    parameter.grad = None
+                run.count_skipped_step()
 
     @hookimpl
     def on_train_end(self, trainer: TrainerView) -> None:
@@ -139,6 +152,18 @@ class Finite(Callback):
         self._watches, self._sent, self._waiting = False, None, []
         while self._handles:
             self._handles.pop().remove()
+
+
+def _check_that_steps_can_be_skipped(run: RunContext) -> None:
+    skips = "a loss scale" if run.policy.loss_scaling else "a comm hook" if run.provides(CHECKS_GRADIENTS) else ""
+    if skips or not run.provides(CUSTOM_CLIPPING):
+        why = f"{skips} skips such steps" if skips else f"{run.title_of(run.strategy)} keeps the gradients to itself"
+        raise ConfigError(f"finite.action is 'skip' and {why}", expected="'error' or 'warn'")
+
+
+def _are_finite(gradients: list[Any]) -> bool:
+    local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+    return bool(torch.nn.utils.get_total_norm([each for each in local if each.numel()], math.inf).isfinite())
 
 
 def _place(trainer: TrainerView, name: str = "") -> _Place:

@@ -236,6 +236,8 @@ class Stragglers(Callback):
         self._before = {(each.rank, each.phase) for each in found}
         self._show(trainer, again)
         for each in again:
+            if each.rank == trainer.global_rank:
+                _keep_for_postmortem(self._sentence(each))
             if trainer.is_global_zero and (each.rank, each.phase) not in self._warned:
                 self._warned.add((each.rank, each.phase))
                 warnings.warn(self._sentence(each), stacklevel=2)
@@ -255,6 +257,13 @@ class Stragglers(Callback):
             f"takes {_in_ms(found.seconds)} a step where the median is {_in_ms(found.median)}, and steps are "
             f"{found.share:.0%} longer for that; {_DO.get(found.phase, _DO[TRAINING_STEP])}"
         )
+
+
+def _keep_for_postmortem(sentence: str) -> None:
+    from stratagem_evidence import Recorder
+
+    if Recorder.active is not None:
+        Recorder.active.note(sentence)
 
 
 def _in_ms(seconds: float) -> str:

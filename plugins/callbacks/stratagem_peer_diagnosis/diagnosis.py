@@ -64,7 +64,8 @@ def _look_around(
         answers |= endpoints.probe_ranks(beyond)
         doing |= endpoints.ask(_alive(answers) & beyond)
     absent &= _alive(answers)
-    absent = elsewhere if elsewhere and waited_s(error, run) else absent
+    if elsewhere and waited_s(error, run):  # one whose patience has just ended may not be in its call any more
+        absent = elsewhere & absent or elsewhere
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
     seen = {} if evidence is None else reports.gather(read_all(evidence), run.world)
