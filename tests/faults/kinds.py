@@ -54,6 +54,7 @@ def judge(kind: str, text: str, world_size: int) -> Judgement:
     # Of ranks that wait for each other, and of two that call different things, any may be right: all are named.
     named = re.search(r"waits for|did not call", sentence) and (kind in BOTH or world_size == 2)
     rank = ranks == {bad} or bool(named)
+    rank = rank or (blamed is None and sentence.startswith(f"[rank{bad}]:"))  # how torch prints a rank's own error
     for words in (
         rf"rank \d+ (has heard nothing from|lost its connection:) rank {bad}\b",  # the second one is blamed
         rf"rank \d+ is in .* and rank {bad} in ",

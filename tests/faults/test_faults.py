@@ -81,6 +81,10 @@ def test_torchrun_ends_the_others_and_one_of_them_says_why(tmp_path):
     assert "all_reduce() of 3 elements of float32" in shown.stdout.splitlines()[0]
 
 
+def test_a_rank_that_was_interrupted_is_named_under_the_default_launcher(tmp_path):
+    check("interrupted", "ddp", 3, "subprocess", tmp_path)
+
+
 def test_two_machines_compare_what_their_ranks_did(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]

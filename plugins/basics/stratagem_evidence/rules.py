@@ -32,7 +32,11 @@ from stratagem_evidence.ring import Record, Site
 _NAMED = 4
 
 _EXIT = "look for sys.exit, exit or os._exit in the script and what it imports"
-_EXITS = {0: "exited with code 0 before its training was over", 130: "was interrupted"}
+_EXITS = {
+    0: "exited with code 0 before its training was over",
+    130: "was interrupted",
+    -signal.SIGINT: "was interrupted",
+}
 _SAME_CALLS = "make the same calls on all ranks"
 
 
@@ -258,10 +262,12 @@ def _state(told: RankEvidence) -> str:
         return f"rank {rank} {'called sys.exit' if told.called_exit else 'is gone'}{it_was(told)}"
     if code is None or told.is_echo:
         return f"rank {rank} {'was' if told.is_echo else 'is'}{last_seen(told)}"
+    if code in _EXITS:
+        return f"rank {rank} {_EXITS[code]}{last_seen(told)}"
     if code < 0:
         why = " for lack of memory" if told.lacked_memory else ""
         return f"rank {rank} was killed by {signal_name(-code)}{why}{last_seen(told)}"
-    return f"rank {rank} {_EXITS.get(code, f'exited with code {code}')}{last_seen(told)}"
+    return f"rank {rank} exited with code {code}{last_seen(told)}"
 
 
 def signal_name(number: int) -> str:
