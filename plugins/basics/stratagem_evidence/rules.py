@@ -148,7 +148,7 @@ def _missing(known: Mapping[int, RankEvidence]) -> Verdict | None:
         return _absence(known, first_hand, waits)
     if not free or _ended_elsewhere(known, waits):
         return None
-    return _alone(sorted(waits), waits, free) if len(waits) < len(free) else _absence(known, free, waits)
+    return _alone(known, sorted(waits), waits, free) if len(waits) < len(free) else _absence(known, free, waits)
 
 
 def _was_ended(told: RankEvidence) -> bool:
@@ -183,9 +183,11 @@ def _awaited(waits: Mapping[int, tuple[Site, set[int]]]) -> set[int]:
     return {rank for _, absent in waits.values() for rank in absent}
 
 
-def _alone(ranks: list[int], waits: Mapping[int, tuple[Site, set[int]]], others: list[int]) -> Verdict:
+def _alone(
+    known: Mapping[int, RankEvidence], ranks: list[int], waits: Mapping[int, tuple[Site, set[int]]], others: list[int]
+) -> Verdict:
     found = f"{_names(ranks)} called {waits[ranks[0]][0]}, which {_names(others)} did not call"
-    return Verdict("missing", tuple(ranks), found, _SAME_CALLS)
+    return Verdict("missing", tuple(ranks), f"{found}; {_states(known, others)}", _SAME_CALLS)
 
 
 def _ended_elsewhere(known: Mapping[int, RankEvidence], waits: Mapping[int, object]) -> bool:
@@ -200,8 +202,7 @@ def _absence(
     site, them = waits[waiting[0]][0], _names(at_fault)
     verb = "waits" if len(waiting) == 1 else "wait"
     found = f"{them} did not call {site}, in which {_names(waiting)} {verb}"
-    states = "; ".join(_state(known[rank]) for rank in at_fault[:_NAMED])
-    return Verdict("missing", tuple(at_fault), f"{found}; {states}", _advice(known[at_fault[0]]))
+    return Verdict("missing", tuple(at_fault), f"{found}; {_states(known, at_fault)}", _advice(known[at_fault[0]]))
 
 
 # --- 5. Beneath --------------------------------------------------------------------------------------------------
@@ -253,6 +254,10 @@ def _ended_itself(each: RankEvidence) -> bool:
 
 
 # --- Words -------------------------------------------------------------------------------------------------------
+
+
+def _states(known: Mapping[int, RankEvidence], ranks: list[int]) -> str:
+    return "; ".join(_state(known[rank]) for rank in ranks[:_NAMED])
 
 
 def _state(told: RankEvidence) -> str:
