@@ -89,7 +89,7 @@ def plainly(make, batches, world_size=2, accumulate=1, twice=False):
 
 
 def fit(strategy, make, batches, **arguments):
-    trainer = sg.Trainer(max_epochs=1, strategy={"name": "fsdp"} | strategy, devices=2, **(QUIET | arguments))
+    trainer = sg.Trainer(max_epochs=1, strategy={"name": "fsdp"} | strategy, **(QUIET | {"devices": 2} | arguments))
     module = make()
     trainer.fit(module, share(trainer, batches))
     return trainer
@@ -233,13 +233,15 @@ def test_replicas_that_differ_are_refused_though_each_agrees_within():
 
 
 def _alone_with_a_leaf(rank, size):
-    return outcome(lambda: fit(ONE, lambda: SkipsByALeaf(lambda rank, step: "cat"), joined_batches(3, 24)))
+    make = lambda: SkipsByALeaf(lambda rank, step: "cat")  # noqa: E731
+    return outcome(lambda: fit(ONE, make, joined_batches(3, 24), devices=size))
 
 
 @pytest.mark.slow
-def test_a_loss_that_reaches_no_unit_is_refused_on_all_ranks():
-    for said in run_in_processes(_alone_with_a_leaf, 2, limit_s=120):
-        assert f"{HEAD}rank 0 has gradients for " in said
+@pytest.mark.parametrize(("size", "others"), [(2, "rank 0 has"), (3, "ranks 0, 2 have")])
+def test_a_loss_that_reaches_no_unit_is_refused_on_all_ranks(size, others):
+    for said in run_in_processes(_alone_with_a_leaf, size, limit_s=120):
+        assert f"{HEAD}{others} gradients for '" in said
         assert "rank 1 came to the end of the step" in said
 
 

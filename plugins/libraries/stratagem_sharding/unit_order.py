@@ -226,14 +226,15 @@ class UnitOrder:
 
     def _error(self, found: Mapping[int, tuple[Any, ...]]) -> ConfigError:
         events = [event for _, _, _, *event in found.values()]
-        reached = [set(self._reached(event)) for event in events if event[0] in ("gradients", "scalars")]
+        reached = [set(self._reached(event)) for event in events]
+        reached += [set()] * (self._peers.world_size - len(found))
         some: set[str] = set().union(*reached)
-        differing = some - some.intersection(*reached) if len(reached) > 1 else some
+        differing = some - some.intersection(*reached)
         groups: dict[str, list[int]] = {}
         for rank in range(self._peers.world_size):
             event = found[rank][3:] if rank in found else None
             groups.setdefault(self._describe(event, differing), []).append(self._ranks[rank])
-        ranks = "; ".join(f"rank{'s' * (len(members) > 1)} {few(members)} {text}" for text, members in groups.items())
+        ranks = "; ".join(_told(members, text) for text, members in groups.items())
         if any(event[0] == "place" for event in events):
             return ConfigError(
                 f"not all ranks read a sharded tensor: {ranks}",
@@ -273,6 +274,10 @@ def _answer_while_open(order: weakref.ref[UnitOrder], closing: threading.Event) 
             return
         where = held.answer(where)
         del held
+
+
+def _told(ranks: list[int], text: str) -> str:
+    return f"rank {ranks[0]} {text}" if len(ranks) == 1 else f"ranks {few(ranks)} {text.replace('has', 'have', 1)}"
 
 
 def _tuples(value: Any) -> Any:
