@@ -163,7 +163,14 @@ def _deadlock(known: Mapping[int, RankEvidence]) -> Verdict | None:
     cycle = sorted(_awaited(waits) & waits.keys())
     if not cycle or _awaited(waits) - waits.keys() or _ended_elsewhere(known, waits):
         return None
-    found = "; ".join(f"rank {rank} waits for {_names(sorted(waits[rank][1]))} in {waits[rank][0]}" for rank in cycle)
+    alike: dict[tuple[Site, tuple[int, ...]], list[int]] = {}
+    for rank in cycle:
+        site, absent = waits[rank]
+        alike.setdefault((site, tuple(sorted(absent))), []).append(rank)
+    found = "; ".join(
+        f"{_names(ranks)} {_verb(ranks)} for {_names([*absent])} in {site}"
+        for (site, absent), ranks in sorted(alike.items(), key=lambda each: (len(each[1]), each[1]))
+    )
     return Verdict("deadlock", tuple(cycle), found, f"{_SAME_CALLS}, in the same order over all groups")
 
 
@@ -200,8 +207,7 @@ def _absence(
 ) -> Verdict:
     waiting = sorted(rank for rank, (_, absent) in waits.items() if absent & set(at_fault))
     site, them = waits[waiting[0]][0], _names(at_fault)
-    verb = "waits" if len(waiting) == 1 else "wait"
-    found = f"{them} did not call {site}, in which {_names(waiting)} {verb}"
+    found = f"{them} did not call {site}, in which {_names(waiting)} {_verb(waiting)}"
     return Verdict("missing", tuple(at_fault), f"{found}; {_states(known, at_fault)}", _advice(known[at_fault[0]]))
 
 
@@ -314,6 +320,10 @@ def _advice(told: RankEvidence) -> str:
     if code == -signal.SIGKILL:
         return "check the kernel log for an out-of-memory kill"
     return "check its stderr"
+
+
+def _verb(ranks: list[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _names(ranks: list[int]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.metadata
 import io
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +16,55 @@ import pytest
 from stratagem.discovery import registry
 from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError
+from stratagem.stack.construction import make
 
+#: Of entry points: ``"callback.early_stopping" = "package.conformance:Class"``.
+_GROUP = "stratagem.conformance"
 _TEST = """
-from {module} import {cls}
+from {module} import {cls} as Base
 
-class Test{cls}({cls}):
-    kind = {kind!r}
-    plugin = {name!r}
-    world_sizes = {world_sizes!r}
-    unplannable = None
+class Test{cls}(Base):
 """
 
 
-def conformance_class(kind: str) -> str:
-    """Return the conformance class for `kind`, as ``module:Class``.
+def conformance_class(entry: Entry) -> str:
+    """Return the class that checks `entry`, as ``module:Class``: what its package states, or that of its kind.
 
     Raises:
         ConfigError: there is none (commands have no contract to hold).
     """
     kinds = registry.kinds()
-    if kind not in kinds:
-        raise ConfigError(f"a {kind} has no conformance class", expected=", ".join(kinds))
-    return kinds[kind].conformance
+    if entry.kind not in kinds:
+        raise ConfigError(f"a {entry.kind} has no conformance class", expected=", ".join(kinds))
+    stated = importlib.metadata.entry_points(group=_GROUP, name=f"{entry.kind}.{entry.name}")
+    found = (each.value for each in stated if each.dist is not None and each.dist.name == entry.distribution)
+    return next(found, kinds[entry.kind].conformance)
 
 
-def check(entry: Entry, world_sizes: Sequence[int], quiet: bool = False) -> list[dict[str, Any]]:
+def check(entry: Entry, attributes: Mapping[str, Any] | None = None, quiet: bool = False) -> list[dict[str, Any]]:
     """Run the conformance checks of `entry`; return a row for each: ``check``, ``outcome`` and ``reason``.
 
     Prints pytest's output, unless `quiet`.
+
+    Args:
+        attributes: of the class, in place of what its package states, such as ``world_sizes``.
+
+    Raises:
+        ConfigError: nothing checks its kind, the class does not have one of `attributes`, or an option is missing.
     """
-    module, _, cls = conformance_class(entry.kind).partition(":")
+    module, _, cls = conformance_class(entry).partition(":")
+    base = getattr(importlib.import_module(module), cls)
+    stated = {"kind": entry.kind, "plugin": base.plugin or entry.qualified_name} | dict(attributes or {})
+    if unknown := [name for name in stated if not hasattr(base, name)]:
+        raise ConfigError(f"{base.__name__} has no attribute {unknown[0]}", expected="one that the kind's checks have")
+    options = dict(stated["plugin"]) if isinstance(stated["plugin"], Mapping) else {}
+    make(entry, {name: value for name, value in options.items() if name != "name"})  # a missing option is one line
     rows = _Rows()
     with tempfile.TemporaryDirectory(prefix="stratagem-check-") as folder:
         # A name of its own: pytest would take the module of an earlier check in this process.
         path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"
-        facts = {"module": module, "cls": cls, "kind": entry.kind, "name": entry.qualified_name}
-        path.write_text(_TEST.format(**facts, world_sizes=tuple(world_sizes)))
+        lines = [f"    {name} = {value!r}\n" for name, value in stated.items()]
+        path.write_text(_TEST.format(module=module, cls=cls) + "".join(lines))
         options = [
             "-q",
             "-rs",

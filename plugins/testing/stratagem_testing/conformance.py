@@ -43,6 +43,8 @@ class Conformance:
     plugin: ClassVar[Any] = None
     #: Numbers of processes to test with, on this machine.
     world_sizes: ClassVar[Sequence[int]] = (1, 2)
+    #: Further arguments of a Trainer that the plugin needs, such as a logger.
+    arguments: ClassVar[Mapping[str, Any]] = {}
     #: Devices on which the checks run. On a GPU, rounding needs a larger `tolerance`.
     accelerator: ClassVar[str] = "cpu"
     #: Timeout for the processes of one check, in seconds.
@@ -221,7 +223,7 @@ class Conformance:
 
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
         """Return the arguments of a Trainer in `world_size` processes that select the plugin, plus `arguments`."""
-        return quiet(self.choice().plugin) | self.choose(devices=world_size, **arguments)
+        return quiet(self.choice().plugin) | self.choose(devices=world_size, **(self.arguments | arguments))
 
     def _require_saving(self, world_size: int) -> None:
         """Skip the check if nothing can be saved at `world_size`."""

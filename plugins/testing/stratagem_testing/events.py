@@ -60,7 +60,7 @@ class ObserverConformance(Conformance):
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
         argument = registry.argument_of(self.kind)
         chosen = {"accelerator": self.accelerator, "devices": world_size, argument: [self.plugin]}
-        return quiet(self.choice().plugin) | chosen | arguments
+        return quiet(self.choice().plugin) | chosen | self.arguments | arguments
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
         return {"accelerator": self.accelerator, "plugins": [self.plugin]} | arguments

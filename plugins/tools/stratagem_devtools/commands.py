@@ -9,6 +9,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from stratagem import Command
 from stratagem.discovery import registry
@@ -105,8 +106,12 @@ class Check(Command):
             "name", nargs="?", help="plugin to test with the conformance kit: name, or distribution:name"
         )
         parser.add_argument("--kind", help="kind of the plugin, if several kinds have that name")
+        parser.add_argument("--world-sizes", type=int, nargs="+", metavar="N", help="numbers of processes")
         parser.add_argument(
-            "--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of processes"
+            "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the plugin; may be repeated"
+        )
+        parser.add_argument(
+            "--tolerance", type=float, metavar="X", help="largest relative difference from plain training"
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -137,12 +142,33 @@ def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
         raise StratagemError(
             f"the conformance kit needs {error.name}", do="run `pip install stratagem-testing`"
         ) from None
-    if min(arguments.world_sizes) < 1:
+    if arguments.world_sizes and min(arguments.world_sizes) < 1:
         raise StratagemError(f"--world-sizes is {arguments.world_sizes}", expected="numbers of processes, at least 1")
-    rows = check(entry, arguments.world_sizes, quiet=arguments.json)
+    rows = check(entry, _attributes(entry, arguments), quiet=arguments.json)
     if arguments.json:
         print(json.dumps(rows, indent=2))
     return int(not rows or any(each["outcome"] == "failed" for each in rows))
+
+
+def _attributes(entry: registry.Entry, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what of a conformance class the arguments replace."""
+    found: dict[str, Any] = {}
+    if arguments.world_sizes:
+        found["world_sizes"] = tuple(arguments.world_sizes)
+    if arguments.tolerance is not None:
+        found["tolerance"] = arguments.tolerance
+    if arguments.option:
+        found["plugin"] = {"name": entry.qualified_name} | dict(map(_option, arguments.option))
+    return found
+
+
+def _option(text: str) -> tuple[str, Any]:
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise StratagemError(f"--option is {text!r}", expected="NAME=VALUE")
+    return name, yaml.safe_load(value)
 
 
 class Matrix(Command):
