@@ -1,6 +1,6 @@
 """Build every distribution into dist/, and check the wheels in clean environments: `make release`.
 
-    python scripts/release.py [--torch "torch==2.13.*"] [--jobs 2] [--world-sizes 2 | --without-kit] [NAME ...]
+    python scripts/release.py [--torch "torch==2.13.*"] [--jobs 2] [--without-kit] [NAME ...]
 
 1. An sdist of each distribution, and a wheel from that sdist, which must have every file of the sources.
 2. `stratagem` from wheels: its commands, and a fit in two processes. Then `stratagem[all]` and contrib/.
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -83,20 +83,20 @@ def check_together(folder: Path, torch: str) -> str:
     return f"{len(projects())} distributions: commands, imports, a fit in two processes"
 
 
-def check_alone(project: Project, folder: Path, core: Environment, world_sizes: Collection[int]) -> str:
-    """Check `project` beside the core, then with the kit, if there are world sizes."""
+def check_alone(project: Project, folder: Path, core: Environment, with_kit: bool) -> str:
+    """Check `project` beside the core, then with the kit."""
     environment = core.copy(folder)
     engine = ("--no-build-isolation-package", "deepspeed")
     if project.name == "stratagem-deepspeed":
         environment.install("setuptools", "wheel", "psutil", "packaging", "py-cpuinfo")
     environment.install(*engine, project.name)
     alone = environment.run(CHECK, project.name).strip().rpartition(",")[0]
-    if not world_sizes:
+    if not with_kit:
         return alone
     extra = "test" if project.is_third_party else EXTRAS.get(project.name, "")
     environment.install(*engine, f"{project.name}[{extra}]", "stratagem-testing")
     if not project.is_third_party:
-        return environment.run(CHECK, project.name, "--kit", *world_sizes).strip()
+        return environment.run(CHECK, project.name, "--kit").strip()
     for path in project.folder.glob("test_*.py"):
         shutil.copy(path, folder)
     return (
@@ -108,15 +108,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="check only these alone; nothing together")
     parser.add_argument("--torch", default="torch", help="the requirement of torch, such as torch==2.13.*")
-    parser.add_argument(
-        "--world-sizes", type=int, nargs="+", default=[2], metavar="N", help="numbers of processes of the kit (2)"
-    )
     parser.add_argument("--without-kit", action="store_true", help="only import what is installed: a minute or two")
     parser.add_argument("--jobs", type=int, default=2, help="how many distributions are checked at once")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {each.name for each in projects()}:
         parser.error(f"no distribution is called {', '.join(sorted(unknown))}")
-    world_sizes = () if arguments.without_kit else arguments.world_sizes
     os.environ.setdefault("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))
 
     build()
@@ -130,7 +126,7 @@ def main() -> int:
             checks["together"] = lambda folder: check_together(folder, arguments.torch)
         for project in projects():
             if project.source_files() and project.name in (arguments.names or [project.name]):
-                checks[project.name] = partial(check_alone, project, core=core, world_sizes=world_sizes)
+                checks[project.name] = partial(check_alone, project, core=core, with_kit=not arguments.without_kit)
         with ThreadPoolExecutor(arguments.jobs) as pool:
             failed = sum(pool.map(lambda name: report(name, checks[name], Path(scratch) / name), checks))
     print(f"{failed} of {len(checks)} failed" if failed else f"all {len(checks)} passed")

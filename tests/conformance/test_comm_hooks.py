@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from stratagem_comm_hooks import conformance
 from stratagem_testing import CommHookConformance
 
 
-class TestAllReduce(CommHookConformance):
+class TestAllReduce(conformance.ExactConformance):
     plugin = "allreduce"
-    tolerance = 1e-6
-    training_tolerance = 1e-6
 
 
-class TestFP16Compress(CommHookConformance):
+class TestFP16Compress(conformance.FP16Conformance):
     plugin = "fp16_compress"
-    tolerance = 1e-3
-    training_tolerance = 1e-3
 
 
 class TestBF16Compress(CommHookConformance):
     plugin = "bf16_compress"
 
 
-class TestPowerSGD(CommHookConformance):
-    """From the third step on, as with buckets that DDP rebuilds after the first."""
-
-    plugin = {"name": "powersgd", "rank": 4, "start_powerSGD_iter": 2}  # noqa: RUF012
-    tolerance = None
-    training_tolerance = 5e-2
+class TestPowerSGD(conformance.PowerSGDConformance): ...
 
 
 @pytest.mark.sweep(guard="tests/conformance/test_comm_hooks.py::TestPowerSGD")
@@ -42,16 +34,11 @@ class TestPowerSGDFromTheFirstStep(CommHookConformance):
     training_tolerance = 2e-1
 
 
-class TestBatchedPowerSGD(CommHookConformance):
-    plugin = {"name": "batched_powersgd", "rank": 4, "start_powerSGD_iter": 2}  # noqa: RUF012
-    tolerance = None
-    training_tolerance = 1e-1
+class TestBatchedPowerSGD(conformance.BatchedPowerSGDConformance): ...
 
 
-class TestInt8(CommHookConformance):
+class TestInt8(conformance.Int8Conformance):
     plugin = "int8"
-    tolerance = None
-    training_tolerance = 1e-2
 
 
 @pytest.mark.sweep(guard="tests/conformance/test_comm_hooks.py::TestInt8")
@@ -61,15 +48,8 @@ class TestInt8WithoutFeedback(CommHookConformance):
     training_tolerance = 2e-2
 
 
-class TestTopK(CommHookConformance):
-    plugin = {"name": "topk", "ratio": 0.25}  # noqa: RUF012
-    tolerance = None
-    training_tolerance = 1e-1
+class TestTopK(conformance.TopKConformance): ...
 
 
-class TestOneBit(CommHookConformance):
-    """Ten steps of signs do not take a weight far; how far many of them do is another test."""
-
-    plugin = {"name": "one_bit", "start_iter": 0}  # noqa: RUF012
-    tolerance = None
-    training_tolerance = 8e-1
+class TestOneBit(conformance.OneBitConformance):
+    """How far many steps take a weight is another test."""

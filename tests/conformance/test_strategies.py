@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from torch import nn
 
+from stratagem_dp import conformance
 from stratagem_testing import StrategyConformance
 
 
@@ -111,9 +110,8 @@ class TestDeepSpeedOffload(StrategyConformance):
     world_sizes = (2, 3)
 
 
-class TestDP(StrategyConformance):
+class TestDP(conformance.DPConformance):
     plugin = "dp"
-    world_sizes = (1,)
 
 
 @pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDP")
@@ -127,21 +125,6 @@ class TestDPOnThreeDevices(TestDP):
         return super().choose(**(arguments | {"devices": 3}))
 
 
-def _as_the_only_one_of_a_node(rank, world_size, function, *arguments):
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=str(rank), GROUP_RANK=str(rank))
-    return function(rank, world_size, *arguments)
-
-
 @pytest.mark.when_changed("plugins/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
-class TestDDP2(StrategyConformance):
-    """Each process is a node of its own, with two devices."""
-
+class TestDDP2(conformance.DDP2Conformance):
     plugin = "ddp2"
-    test_a_plan_says_what_a_run_sends_and_holds = None  # a plan's processes have a device each
-    test_random_numbers_are_left_alone = None
-
-    def choose(self, **arguments):
-        return super().choose(**(arguments | {"devices": 2, "num_nodes": arguments.get("devices", 1)}))
-
-    def run_in(self, function, world_size, *arguments):
-        return super().run_in(_as_the_only_one_of_a_node, world_size, function, *arguments)

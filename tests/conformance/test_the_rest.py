@@ -9,6 +9,7 @@ import pytest
 
 from programs import scripts
 from stratagem import World
+from stratagem_callbacks import conformance
 from stratagem_testing import (
     AcceleratorConformance,
     CallbackConformance,
@@ -106,23 +107,17 @@ class TestModelCheckpoint(CallbackConformance):
     plugin = "model_checkpoint"
 
 
-class TestEarlyStopping(CallbackConformance):
-    plugin = {"name": "early_stopping", "monitor": "val_loss", "strict": False}  # noqa: RUF012
+class TestEarlyStopping(conformance.EarlyStoppingConformance): ...
 
 
-class TestGradientAccumulationScheduler(CallbackConformance):
-    plugin = {"name": "gradient_accumulation_scheduler", "scheduling": {0: 1}}  # noqa: RUF012
+class TestGradientAccumulationScheduler(conformance.GradientAccumulationSchedulerConformance): ...
 
 
-class TestLambda(CallbackConformance):
-    plugin = {"name": "lambda", "on": {}}  # noqa: RUF012
+class TestLambda(conformance.LambdaConformance): ...
 
 
-class TestTimer(CallbackConformance):
+class TestTimer(conformance.TakesTime):
     plugin = "timer"
-
-    def test_its_state_can_be_saved(self):
-        """Its state is time, which goes on: tests/plugins has a test of its own."""
 
 
 class TestGarbageCollection(CallbackConformance):
@@ -141,8 +136,7 @@ class TestHints(CallbackConformance):
     plugin = "hints"
 
 
-class TestEMA(CallbackConformance):
-    plugin = {"name": "ema", "keep": False}  # noqa: RUF012
+class TestEMA(conformance.EMAConformance): ...
 
 
 class TestSpikeDetection(CallbackConformance):
@@ -153,8 +147,7 @@ class TestOnExceptionCheckpoint(CallbackConformance):
     plugin = "on_exception_checkpoint"
 
 
-class TestPredictionWriter(CallbackConformance):
-    plugin = {"name": "prediction_writer", "dirpath": tempfile.mkdtemp()}  # noqa: RUF012
+class TestPredictionWriter(conformance.PredictionWriterConformance): ...
 
 
 class TestSimpleProfiler(CallbackConformance):
@@ -165,11 +158,8 @@ class TestPreemption(CallbackConformance):
     plugin = "preemption"
 
 
-class TestReport(CallbackConformance):
+class TestReport(conformance.TakesTime):
     plugin = {"name": "report", "path": f"{tempfile.mkdtemp()}/report.html"}  # noqa: RUF012
-
-    def test_its_state_can_be_saved(self):
-        """Its state is time, which goes on: tests/plugins has a test of its own."""
 
 
 class TestCSV(LoggerConformance):

@@ -15,7 +15,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem_testing import CommHookConformance, run_in_processes
+from stratagem_outer.conformance import PostLocalSGDConformance
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     ByHand,
     Gan,
@@ -646,10 +647,7 @@ def test_bytes_are_those_of_the_meetings(size):
 # --- The comm hook -----------------------------------------------------------------------------------------------
 
 
-class TestPostLocalSGD(CommHookConformance):
-    """While it averages all gradients."""
-
-    plugin = {"name": "post_localsgd", "model_averaging_period": 2, "start_localSGD_iter": 100}  # noqa: RUF012
+class TestPostLocalSGD(PostLocalSGDConformance): ...
 
 
 def _post_local(rank, size, cases):

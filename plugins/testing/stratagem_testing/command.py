@@ -41,12 +41,15 @@ def conformance_class(entry: Entry) -> str:
     return next(found, kinds[entry.kind].conformance)
 
 
-def check(entry: Entry, attributes: Mapping[str, Any] | None = None, quiet: bool = False) -> list[dict[str, Any]]:
+def check(
+    entry: Entry, options: Mapping[str, Any] | None = None, quiet: bool = False, **attributes: Any
+) -> list[dict[str, Any]]:
     """Run the conformance checks of `entry`; return a row for each: ``check``, ``outcome`` and ``reason``.
 
     Prints pytest's output, unless `quiet`.
 
     Args:
+        options: of the plugin, beside those that its package states.
         attributes: of the class, in place of what its package states, such as ``world_sizes``.
 
     Raises:
@@ -54,18 +57,22 @@ def check(entry: Entry, attributes: Mapping[str, Any] | None = None, quiet: bool
     """
     module, _, cls = conformance_class(entry).partition(":")
     base = getattr(importlib.import_module(module), cls)
-    stated = {"kind": entry.kind, "plugin": base.plugin or entry.qualified_name} | dict(attributes or {})
-    if unknown := [name for name in stated if not hasattr(base, name)]:
-        raise ConfigError(f"{base.__name__} has no attribute {unknown[0]}", expected="one that the kind's checks have")
-    options = dict(stated["plugin"]) if isinstance(stated["plugin"], Mapping) else {}
-    make(entry, {name: value for name, value in options.items() if name != "name"})  # a missing option is one line
+    if unknown := [name for name in attributes if not hasattr(base, name)]:
+        raise ConfigError(f"{base.__name__} has no {unknown[0]}", expected="what the checks of its kind have")
+    chosen = dict(base.plugin) if isinstance(base.plugin, Mapping) else {}
+    chosen |= {"name": entry.qualified_name, **(options or {})}
+    # A missing option is one line.
+    make(entry, {name: value for name, value in chosen.items() if name != "name"})
+    stated = {"kind": entry.kind, **attributes}
+    if base.plugin is None or options:
+        stated["plugin"] = chosen if len(chosen) > 1 else entry.qualified_name
     rows = _Rows()
     with tempfile.TemporaryDirectory(prefix="stratagem-check-") as folder:
         # A name of its own: pytest would take the module of an earlier check in this process.
         path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"
         lines = [f"    {name} = {value!r}\n" for name, value in stated.items()]
         path.write_text(_TEST.format(module=module, cls=cls) + "".join(lines))
-        options = [
+        arguments = [
             "-q",
             "-rs",
             "--rootdir",
@@ -77,7 +84,7 @@ def check(entry: Entry, attributes: Mapping[str, Any] | None = None, quiet: bool
             "--import-mode=importlib",
         ]
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
-            pytest.main([str(path), *options], plugins=[rows])
+            pytest.main([str(path), *arguments], plugins=[rows])
     return rows.rows
 
 

@@ -30,6 +30,7 @@ from stratagem.stack.plugins import Choice
 from stratagem_plugin_checks import check_class
 from stratagem_testing import state
 from stratagem_testing.processes import run_in_processes
+from stratagem_testing.reference import Net
 from stratagem_testing.sharing import Call, Recorder, Share, SharedRun
 from stratagem_testing.training import quiet
 from stratagem_trainer.option_texts import option_docs
@@ -43,8 +44,8 @@ class Conformance:
     plugin: ClassVar[Any] = None
     #: Numbers of processes to test with, on this machine.
     world_sizes: ClassVar[Sequence[int]] = (1, 2)
-    #: Further arguments of a Trainer that the plugin needs, such as a logger.
-    arguments: ClassVar[Mapping[str, Any]] = {}
+    #: Further arguments that the plugin needs: of a Run; for callbacks and the like of a Trainer, such as a logger.
+    arguments: ClassVar[dict[str, Any]] = {}
     #: Devices on which the checks run. On a GPU, rounding needs a larger `tolerance`.
     accelerator: ClassVar[str] = "cpu"
     #: Timeout for the processes of one check, in seconds.
@@ -86,7 +87,7 @@ class Conformance:
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
         """Return the arguments of a Run or Trainer that select the plugin, plus `arguments`."""
-        return {"accelerator": self.accelerator, self.kind: self.plugin} | arguments
+        return {"accelerator": self.accelerator, self.kind: self.plugin} | self.arguments | arguments
 
     def choice(self) -> Choice:
         """Return the plugin as the resolver makes it from `plugin`, once a check. Raises the resolver's errors."""
@@ -104,6 +105,19 @@ class Conformance:
         if isinstance(wanted, str):
             return wanted.lower() in (choice.name.lower(), choice.entry.qualified_name.lower() if choice.entry else "")
         return choice.plugin is wanted
+
+    def prepare(self, module: Any) -> Any:
+        """Return the module to train, given one of the kit; called in each process, and for the reference in fp32.
+
+        Override it where the plugin needs more of a module than every module has, such as layers of experts, or changes
+        values before training, such as weights that it rounds and freezes. The modules of the kit have a
+        `sequential_module` and a `parallel_plan`; their layers are linear, in ``net``.
+        """
+        return module
+
+    def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that makes what `prepare` returns for ``make()``."""
+        return lambda: self.prepare(make())
 
     @property
     def capabilities(self) -> Capabilities:
@@ -194,7 +208,7 @@ class Conformance:
         others = [(repr(each), self._choosing(each)._arguments(world_size)) for each in self._spellings()]
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
             dropped = self.run_in(
-                state.resume_each, world_size, chosen, cls, self._state_methods(), others, Path(folder)
+                state.resume_each, world_size, chosen, self.maker(Net), cls, self._state_methods(), others, Path(folder)
             )
         assert not any(dropped), f"resumed without its state: {'; '.join(itertools.chain(*dropped))}"
 
@@ -223,7 +237,7 @@ class Conformance:
 
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
         """Return the arguments of a Trainer in `world_size` processes that select the plugin, plus `arguments`."""
-        return quiet(self.choice().plugin) | self.choose(devices=world_size, **(self.arguments | arguments))
+        return quiet(self.choice().plugin) | self.choose(devices=world_size, **arguments)
 
     def _require_saving(self, world_size: int) -> None:
         """Skip the check if nothing can be saved at `world_size`."""

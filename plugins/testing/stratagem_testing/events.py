@@ -17,7 +17,16 @@ from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.sharing import run_first, run_last
-from stratagem_testing.training import in_empty_folder, outcome, quiet, resources_held, share, train, weights_of
+from stratagem_testing.training import (
+    in_empty_folder,
+    outcome,
+    quiet,
+    resources_held,
+    share,
+    shared_loader,
+    train,
+    weights_of,
+)
 
 _BATCH = 24
 
@@ -31,21 +40,23 @@ class ObserverConformance(Conformance):
     def test_every_stage_runs_with_it(self, world_size: int) -> None:
         """Fit with validation, then validate, test and predict; the weights are those of plain PyTorch."""
         batches = joined_batches(6, _BATCH)
-        reference, _ = train_module_plainly(Net(), batches)
+        reference, _ = train_module_plainly(self.prepare(Net()), batches)
 
-        for weights in self.run_in(_all_stages, world_size, self._arguments(world_size), batches):
+        for weights in self.run_in(_all_stages, world_size, self._arguments(world_size), self.maker(Net), batches):
             if not self.changes_training:
                 assert relative_difference(weights, reference) < 1e-6, "training gave other weights"
 
     def test_an_error_in_training_is_not_hidden(self, world_size: int) -> None:
         """Nor does it hang, as with a plugin that communicates in `on_exception`."""
-        *_, raiser = self.run_in(_raise, world_size, self._arguments(world_size))
+        *_, raiser = self.run_in(_raise, world_size, self._arguments(world_size), self.prepare)
 
         assert raiser == "ValueError: out of order"
 
     def test_it_serves_two_runs_in_one_process(self, world_size: int) -> None:
         """The same instance works in two trainers, and no resource stays open afterwards."""
-        for first, second in self.run_in(_run_twice, world_size, self._arguments(world_size), self.kind):
+        for first, second in self.run_in(
+            _run_twice, world_size, self._arguments(world_size), self.maker(Net), self.kind
+        ):
             for what in ("threads", "open files and ports", "process group"):
                 assert second[what] <= first[what], f"{what}: {first[what]} after one run, {second[what]} after two"
 
@@ -53,13 +64,14 @@ class ObserverConformance(Conformance):
         """`state_dict` has plain values only, and `load_state_dict` accepts them."""
         if not keeps_state(self.choice().plugin):
             pytest.skip("it has no state")
-        before, after = self.run_in(_resume, 1, self._arguments(1), self.kind)[0]
+        before, after = self.run_in(_resume, 1, self._arguments(1), self.maker(Net), self.kind)[0]
 
         assert_same(after, before)
 
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
         argument = registry.argument_of(self.kind)
         chosen = {"accelerator": self.accelerator, "devices": world_size, argument: [self.plugin]}
+        chosen["use_distributed_sampler"] = False  # the kit's loaders have the part of a rank
         return quiet(self.choice().plugin) | chosen | self.arguments | arguments
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
@@ -103,10 +115,10 @@ class LoggerConformance(ObserverConformance):
 # --- In each process ---------------------------------------------------------------------------------------------
 
 
-def _all_stages(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+def _all_stages(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
     with in_empty_folder() as folder:
         trainer = sg.Trainer(**(choose | {"default_root_dir": folder, "log_every_n_steps": 1}))
-        mine, module = share(trainer, batches), Net()
+        mine, module = shared_loader(trainer, batches), make()
         trainer.fit(module, mine, mine)
         weights = weights_of(trainer)
         trainer.validate(module, mine)
@@ -116,7 +128,7 @@ def _all_stages(rank: int, size: int, choose: dict[str, Any], batches: Any) -> A
 
 
 @run_last
-def _raise(rank: int, size: int, choose: dict[str, Any]) -> str:
+def _raise(rank: int, size: int, choose: dict[str, Any], prepare: Any) -> str:
     class Raises(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2 and rank == size - 1:
@@ -124,19 +136,19 @@ def _raise(rank: int, size: int, choose: dict[str, Any]) -> str:
             return super().training_step(batch, batch_idx)
 
     with in_empty_folder() as folder:
-        arguments = choose | {"default_root_dir": folder}
-        return outcome(lambda: train(rank, size, Raises, joined_batches(4, _BATCH), arguments))
+        trainer = sg.Trainer(**(choose | {"default_root_dir": folder}))
+        return outcome(lambda: trainer.fit(prepare(Raises()), shared_loader(trainer, joined_batches(4, _BATCH))))
 
 
 @run_first
-def _run_twice(rank: int, size: int, choose: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+def _run_twice(rank: int, size: int, choose: dict[str, Any], make: Any, kind: str) -> list[dict[str, Any]]:
     after_each = []
     with in_empty_folder() as folder:
         plugin, name = _first(sg.Trainer(**choose), kind), registry.argument_of(kind)
         for _ in range(3):
             trainer = sg.Trainer(**(choose | {name: [plugin], "default_root_dir": folder}))
-            mine = share(trainer, joined_batches(2, _BATCH))
-            trainer.fit(Net(), mine, mine)
+            mine = shared_loader(trainer, joined_batches(2, _BATCH))
+            trainer.fit(make(), mine, mine)
             trainer.close()
             del trainer
             after_each.append(resources_held())
@@ -148,12 +160,13 @@ def _first(trainer: sg.Trainer, kind: str) -> Any:
     return next(choice.plugin for choice in trainer.run.stack.choices() if choice.kind == kind)
 
 
-def _resume(rank: int, size: int, choose: dict[str, Any], kind: str) -> list[Any]:
+def _resume(rank: int, size: int, choose: dict[str, Any], make: Any, kind: str) -> list[Any]:
     with in_empty_folder() as folder:
         states, batches = list[Any](), joined_batches(4, _BATCH)
         for epochs in (1, 1):  # nothing is left to train in the second
             trainer = sg.Trainer(**(choose | {"max_epochs": epochs, "default_root_dir": folder}))
-            trainer.fit(Net(), batches, batches, ckpt_path=folder / "x.ckpt" if states else None)
+            mine = shared_loader(trainer, batches)
+            trainer.fit(make(), mine, mine, ckpt_path=folder / "x.ckpt" if states else None)
             states.append(_first(trainer, kind).state_dict())
             trainer.save_checkpoint(folder / "x.ckpt")
         return states

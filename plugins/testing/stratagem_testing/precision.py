@@ -44,18 +44,6 @@ class PrecisionConformance(Conformance):
     #: Largest relative difference of any weight from fp32 after a few steps; by default from the policy's dtypes.
     tolerance: ClassVar[float | None] = None
 
-    def prepare(self, module: Any) -> Any:
-        """Return the module to train, given one of the kit; called in each process, and for the reference in fp32.
-
-        Override it where the precision changes values before training, such as weights that it rounds and freezes:
-        round and freeze them here, in fp32. The layers of the kit's modules are linear.
-        """
-        return module
-
-    def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a function that makes what `prepare` returns for ``make()``."""
-        return lambda: self.prepare(make())
-
     # --- The policy ----------------------------------------------------------------------------------------------
 
     def test_its_policy_is_honest_about_loss_scaling(self) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import stratagem as sg
-from stratagem_testing.reference import Net, joined_batches
-from stratagem_testing.training import in_empty_folder, share
+from stratagem_testing.reference import joined_batches
+from stratagem_testing.training import in_empty_folder, share, shared_loader
 
 _BATCH = 24
 _LOADERS = {"state_dict": "load_state_dict", "rank_state": "load_rank_states"}
 
 
 def resume_each(
-    rank: int, size: int, choose: dict[str, Any], cls: type[Any], wanted: list[str],
+    rank: int, size: int, choose: dict[str, Any], make: Any, cls: type[Any], wanted: list[str],
     others: list[tuple[str, dict[str, Any]]], folder: Path,
 ) -> list[str]:  # fmt: skip
     """Save a run with `choose`, and resume it with each of `others`; return which state of a `cls` was not restored.
@@ -29,10 +29,10 @@ def resume_each(
         setattr(cls, load, _recording(getattr(cls, load), method, loaded))
     dropped, path = list[str](), folder / "saved.ckpt"
     with in_empty_folder():
-        kept = [_fit(choose | {"default_root_dir": folder}, None, path)]  # so that no other object gets its id
+        kept = [_fit(choose | {"default_root_dir": folder}, make, None, path)]  # so that no other object gets its id
         for name, other in others:
             loaded.clear()
-            kept.append(_fit(other | {"default_root_dir": folder}, path, None))
+            kept.append(_fit(other | {"default_root_dir": folder}, make, path, None))
             dropped += [f"{method} when selected as {name}" for method in wanted if method not in loaded]
     return dropped
 
@@ -46,11 +46,14 @@ def _recording(load: Any, method: str, loaded: list[str]) -> Any:
     return recording
 
 
-def _fit(arguments: dict[str, Any], resumed: Any, saved: Any) -> sg.Trainer:
+def _fit(arguments: dict[str, Any], make: Any, resumed: Any, saved: Any) -> sg.Trainer:
     """Train an epoch, or resume one that has ended; save it as `saved` if that is a path."""
     trainer = sg.Trainer(**arguments)
-    mine = share(trainer, joined_batches(2, _BATCH))
-    trainer.fit(Net(), mine, mine, ckpt_path=resumed)
+    batches = joined_batches(2, _BATCH)
+    mine = (
+        share(trainer, batches) if arguments.get("use_distributed_sampler", True) else shared_loader(trainer, batches)
+    )
+    trainer.fit(make(), mine, mine, ckpt_path=resumed)
     if saved is not None:
         trainer.save_checkpoint(saved)
     trainer.close()

@@ -78,6 +78,13 @@ def share(trainer: sg.Trainer, batches: list[Batch]) -> list[Batch]:
     return part(batches, mesh.data_shard, mesh.num_data_shards)
 
 
+def shared_loader(trainer: sg.Trainer, batches: list[Batch]) -> DataLoader[Any]:
+    """Return a loader of what `share` returns, for a trainer without a distributed sampler."""
+    mine = share(trainer, batches)
+    x, y = (torch.cat(parts) for parts in zip(*mine, strict=True))
+    return loader((x, y), len(mine[0][0]))
+
+
 def weights_of(trainer: sg.Trainer) -> dict[str, Tensor]:
     """Return the whole model by plain names, on every rank. Collective."""
     with trainer.run.making_whole():

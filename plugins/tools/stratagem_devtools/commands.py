@@ -144,22 +144,15 @@ def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
         ) from None
     if arguments.world_sizes and min(arguments.world_sizes) < 1:
         raise StratagemError(f"--world-sizes is {arguments.world_sizes}", expected="numbers of processes, at least 1")
-    rows = check(entry, _attributes(entry, arguments), quiet=arguments.json)
+    attributes: dict[str, Any] = {}
+    if arguments.world_sizes:
+        attributes["world_sizes"] = tuple(arguments.world_sizes)
+    if arguments.tolerance is not None:
+        attributes["tolerance"] = arguments.tolerance
+    rows = check(entry, dict(map(_option, arguments.option)), quiet=arguments.json, **attributes)
     if arguments.json:
         print(json.dumps(rows, indent=2))
     return int(not rows or any(each["outcome"] == "failed" for each in rows))
-
-
-def _attributes(entry: registry.Entry, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what of a conformance class the arguments replace."""
-    found: dict[str, Any] = {}
-    if arguments.world_sizes:
-        found["world_sizes"] = tuple(arguments.world_sizes)
-    if arguments.tolerance is not None:
-        found["tolerance"] = arguments.tolerance
-    if arguments.option:
-        found["plugin"] = {"name": entry.qualified_name} | dict(map(_option, arguments.option))
-    return found
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -36,18 +36,6 @@ class StrategyChecks(Conformance):
     #: Largest relative difference of any weight from plain PyTorch, in fp32.
     tolerance: ClassVar[float] = 1e-6
 
-    def prepare(self, module: sg.Module) -> sg.Module:
-        """Return the module to train, given one of the kit; called in each process, and for the reference.
-
-        Override it where the strategy needs more of a module than every module has, such as layers of experts. The
-        modules of the kit have a `sequential_module` and a `parallel_plan`; their layers are linear, in ``net``.
-        """
-        return module
-
-    def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a function that makes what `prepare` returns for ``make()``."""
-        return lambda: self.prepare(make())
-
     def mesh(self, world_size: int) -> Mesh:
         """Return the mesh of `world_size` processes of one node. Raises the strategy's errors."""
         mesh: Mesh = self.choice().plugin.mesh(World(world_size=world_size, local_world_size=world_size))
