@@ -16,8 +16,8 @@ import sys
 from importlib.metadata import Distribution, EntryPoint, distribution, distributions
 from pathlib import Path
 
-#: Entry points that need the kit, and the modules that these are in.
-KIT, OF_THE_KIT = "stratagem.conformance", ".conformance"
+#: Modules that need the kit.
+OF_THE_KIT = ".conformance"
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     for name in arguments.names:
         chosen = distribution(name)
         modules = import_all(chosen)
-        points = [point for point in chosen.entry_points if point.group.startswith("stratagem.") and point.group != KIT]
+        points = [point for point in chosen.entry_points if point.group.startswith("stratagem.")]
         plugins = first_of_each_kind([(point, point.load()) for point in points])
         checks = run_kit(chosen, plugins) if arguments.kit else 0
         print(f"{len(modules)} modules, {len(points)} entry points, {checks} checks of the kit")

@@ -19,7 +19,7 @@ from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
 
 #: Of entry points: ``"callback.early_stopping" = "package.conformance:Class"``.
-_GROUP = "stratagem.conformance"
+_GROUP = "stratagem_testing.conformance"
 _TEST = """
 from {module} import {cls} as Base
 
