@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from datetime import timedelta
 
@@ -336,6 +337,28 @@ def test_a_start_may_take_longer_than_a_hang(options, seconds):
     run = sg.Run(strategy={"name": "ddp"} | options, accelerator="cpu", devices=2)
 
     assert run.stack.timeouts().start == timedelta(seconds=seconds)
+
+
+def _receive_in_vain(rank, world_size, folder):
+    run = sg.Run(strategy={"name": "ddp", "timeout": 2}, accelerator="cpu", devices=world_size)
+    run.connect()
+    if rank == 1:
+        while not (folder / "done").exists():
+            time.sleep(0.05)
+        return ""
+    try:
+        run.collectives.unchecked.all_reduce(torch.ones(3), "max")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        (folder / "done").touch()
+
+
+@pytest.mark.slow
+def test_a_message_between_two_ranks_waits_as_long_as_a_collective(tmp_path):
+    said, _ = run_in_processes(_receive_in_vain, 2, tmp_path, limit_s=60)
+
+    assert "Timed out waiting 2000ms" in said
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])

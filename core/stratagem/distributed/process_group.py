@@ -36,7 +36,7 @@ from stratagem.distributed.default_group import (
 )
 from stratagem.distributed.interfaces import allow_connections, choose_interface, connect_when_needed, unset_variables
 from stratagem.distributed.objects import REFUSAL, packed, unpacked
-from stratagem.distributed.store import TCPKeyValueStore, connect_store
+from stratagem.distributed.store import TCPKeyValueStore, connect_store, meet
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,14 +97,15 @@ class TorchCollectives(Collectives):
         if "nccl" in whole:
             connect_when_needed()
         try:
+            store = connect_store(world, start)
+            # gloo's messages between two ranks keep the timeout with which the group is made: ranks meet before.
+            meet(store, "start", world.world_size, start)
             dist.init_process_group(
-                whole, store=connect_store(world, start), timeout=start,
+                whole, store=store, timeout=timeout,
                 rank=world.rank, world_size=world.world_size,
                 # NCCL connects at once, and its groups of fewer ranks share what it connected.
                 device_id=device if backends_in(whole).get(device.type) == "nccl" else None,
             )  # fmt: skip
-            if start != timeout:
-                dist.distributed_c10d._set_pg_timeout(timeout)
             joined = cls(world, device, owns_group=True, timeout=timeout)._compare()
         except RuntimeError as error:
             leave_group()
@@ -370,11 +371,8 @@ class TorchCollectives(Collectives):
         self._num_barriers += 1
         key = f"stratagem/barrier/{self._num_barriers}"
         self._store.set(f"{key}/{self.rank}", "")
-        arrived = self._store.add(key, 1)
-        if arrived == self.world_size:
-            self._store.set(f"{key}/all", "")
         try:
-            self._store.wait([f"{key}/all"], min(self.timeout, timedelta(seconds=limit_s)))
+            meet(self._store, key, self.world_size, min(self.timeout, timedelta(seconds=limit_s)))
         except dist.DistError:
             late = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
             came = self.world_size - len(late)
