@@ -582,7 +582,7 @@ def test_the_script_is_not_run(tmp_path, capsys):
         ("two.py", b"print 'x'", "is not Python ("),
         ("bytes.py", b"\x00\xff\xfe", "; expected a Python 3 script."),
         ("deep.py", b"(" * 100000, "; expected a Python 3 script."),
-        ("book.ipynb", b"{}", "is a notebook; expected a Python script; run `jupyter nbconvert --to script"),
+        ("book.ipynb", b"{}", "is not a notebook ('cells' is missing); expected version 4, in UTF-8."),
         ("empty", "folder", "is a folder without a .py file"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stratagem.errors import ConfigError
+from stratagem_migrate.files import ProjectFile
 from stratagem_migrate.findings import Finding
 
 #: Names of Lightning's packages; longer ones first.
@@ -35,7 +36,7 @@ class _Unknown:
 UNKNOWN: Final = _Unknown()
 
 
-class Source:
+class Source(ProjectFile):
     """A parsed script.
 
     Names are looked up in the whole file: of a name with two meanings in two functions, the last is used.
@@ -44,7 +45,7 @@ class Source:
     def __init__(self, path: Path, content: bytes, elsewhere: Mapping[str, str] | None = None) -> None:
         """Parse `content`; `elsewhere` has the roles of the classes of other files, by name."""
         self.path = path
-        self.tree = _parse(path, content)
+        self.tree = parse(str(path), content)
         self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
         self.text = content.decode(self.encoding)
         self.elsewhere = elsewhere or {}
@@ -57,8 +58,11 @@ class Source:
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
         )
         self.constants = _bound_once(self.nodes)
-        self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
-        self.roles = {name: self._role(node, ()) for name, node in self.classes.items()}
+        definitions = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        self.classes = {node.name: node for node in definitions}
+        #: Each class with its role; a notebook may define a name in several cells.
+        self._definitions = [(node, self._role(node, ())) for node in definitions]
+        self.roles = {node.name: role for node, role in self._definitions}
         self.trainers = self._trainers()
         #: Attributes that the script sets on a trainer.
         self.set_on_trainers = frozenset(
@@ -70,8 +74,15 @@ class Source:
     def with_roles(self, elsewhere: Mapping[str, str]) -> Source:
         """Return this script, its classes seen with the roles of those of other files."""
         if any(_base_names(each) & elsewhere.keys() for each in self.classes.values()):
-            return Source(self.path, self.text.encode(self.encoding), elsewhere)
+            return self.seen_with(elsewhere)
         return self
+
+    def seen_with(self, elsewhere: Mapping[str, str]) -> Source:
+        """Return this script with the roles of the classes of other files."""
+        return Source(self.path, self.text.encode(self.encoding), elsewhere)
+
+    def with_text(self, text: str) -> Source:
+        return Source(self.path, text.encode(self.encoding), self.elsewhere)
 
     @property
     def is_about_lightning(self) -> bool:
@@ -138,7 +149,7 @@ class Source:
 
     def of_role(self, role: str) -> Iterator[ast.ClassDef]:
         """Yield the classes with `role` "module", "data" or "callback"."""
-        return (node for name, node in self.classes.items() if self.roles[name] == role)
+        return (node for node, found in self._definitions if found == role)
 
     def finding(self, node: Any, certainty: str, old: str, new: str, note: str = "") -> Finding:
         return Finding(str(self.path), node.lineno, node.col_offset + 1, certainty, old, new, note)
@@ -186,12 +197,8 @@ def content_of(path: Path) -> bytes:
     """Return what the file at `path` holds.
 
     Raises:
-        ConfigError: it cannot be read, or is a notebook.
+        ConfigError: it cannot be read.
     """
-    if path.suffix == ".ipynb":
-        raise ConfigError(
-            f"{path} is a notebook", expected="a Python script", do=f"run `jupyter nbconvert --to script {path}` first"
-        )
     try:
         return path.read_bytes()
     except OSError as error:
@@ -236,11 +243,16 @@ def _base_names(node: ast.ClassDef) -> set[str]:
     return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
 
 
-def _parse(path: Path, text: bytes) -> ast.Module:
+def parse(path: str, text: bytes) -> ast.Module:
+    """Return the syntax tree of a script.
+
+    Raises:
+        ConfigError: it is not Python.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the script
-            return ast.parse(text, str(path))
+            return ast.parse(text, path)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         raise ConfigError(f"{path} is not Python ({error.msg}{where})", expected="a Python 3 script") from error

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 
 from stratagem.errors import ConfigError
 from stratagem_migrate import installed
+from stratagem_migrate.files import ProjectFile
 from stratagem_migrate.findings import CHANGE, Finding
 from stratagem_migrate.names import NAMES
 from stratagem_migrate.source import UNKNOWN, Source, within_lightning
@@ -44,7 +45,7 @@ class Built:
             yield from (each for each in entries(self.arguments) if each[0].value not in _OF_HYDRA)
 
 
-class YamlFile:
+class YamlFile(ProjectFile):
     """A parsed YAML file."""
 
     def __init__(self, path: Path, content: bytes) -> None:
@@ -54,11 +55,14 @@ class YamlFile:
             self.text = content.decode(self.encoding)
             self.root: Any = yaml.compose(self.text, yaml.SafeLoader)
         except (UnicodeDecodeError, yaml.YAMLError) as error:
-            if b"lightning" in content:
+            if b"lightning" in content or b"trainer:" in content:
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"{path} is not YAML ({reason})", expected="one document of YAML in UTF-8") from error
             self.text, self.root, self.encoding = content.decode("latin-1"), None, "latin-1"
         self.built = list(_built(self.root)) if self.root is not None else []
+
+    def with_text(self, text: str) -> YamlFile:
+        return YamlFile(self.path, text.encode(self.encoding))
 
     @property
     def is_of_cli(self) -> bool:
@@ -155,7 +159,7 @@ def _apply(file: YamlFile, change: Callable[[YamlFile, YamlEdits], None]) -> Yam
         return file
     edits = YamlEdits(file.text)
     change(file, edits)
-    return YamlFile(file.path, edits.apply().encode(file.encoding))
+    return file.with_text(edits.apply())
 
 
 def _rewrite_values(file: YamlFile, edits: YamlEdits) -> None:
