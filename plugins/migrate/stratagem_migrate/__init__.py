@@ -29,7 +29,7 @@ from stratagem_migrate import (
 )
 from stratagem_migrate.findings import CERTAINTIES, CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.notebooks import Notebook, about_magics
-from stratagem_migrate.source import Source, content_of
+from stratagem_migrate.source import Elsewhere, Source, content_of
 from stratagem_migrate.yaml_files import YamlFile
 
 _File = Source | YamlFile
@@ -101,9 +101,18 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_File], int]:
         except ConfigError as error:
             print(f"stratagem: {error}", file=sys.stderr)
             failed = 1
+    return _seen_together(sources), failed
+
+
+def _seen_together(sources: list[_File]) -> list[_File]:
+    """Return the files, each of which knows what the others tell about it."""
     scripts = [each for each in sources if isinstance(each, Source)]
     roles = {name: role for script in scripts for name, role in script.roles.items() if role}
-    return [each.with_roles(roles) if isinstance(each, Source) else each for each in sources], failed
+    imported = frozenset(name for script in scripts for name in script.imported)
+    elsewhere = Elsewhere(roles, imported)
+    if len(scripts) < 2:
+        return sources
+    return [each.seen_with(elsewhere) if isinstance(each, Source) else each for each in sources]
 
 
 def _rewrite_all(sources: Sequence[_File]) -> tuple[list[tuple[_File, str]], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from stratagem.errors import ConfigError
 from stratagem_migrate.findings import CHECK, Finding
 from stratagem_migrate.magics import Magics
-from stratagem_migrate.source import Source, parse
+from stratagem_migrate.source import ALONE, Elsewhere, Source, parse
 
 _DECODER: Final = json.JSONDecoder()
 _LOGS: Final = re.compile(r"\blightning_logs\b")
@@ -36,7 +36,7 @@ class _Cell:
 class Notebook(Source):
     """A notebook of Jupyter. Names that one cell imports or defines count in the other ones."""
 
-    def __init__(self, path: Path, content: bytes, elsewhere: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, content: bytes, elsewhere: Elsewhere = ALONE) -> None:
         self.magics = Magics()
         try:
             self.file = content.decode()
@@ -58,8 +58,12 @@ class Notebook(Source):
         boundary = f"_stratagem_cell_{index}_\n" if index else ""
         return f"{boundary}{self._cells[index].python}\n"
 
-    def seen_with(self, elsewhere: Mapping[str, str]) -> Notebook:
+    def seen_with(self, elsewhere: Elsewhere) -> Notebook:
         return Notebook(self.path, self.file.encode(), elsewhere)
+
+    @property
+    def parts(self) -> list[str]:
+        return [cell.python for cell in self._cells]
 
     def with_text(self, text: str) -> Notebook:
         return Notebook(self.path, self.in_file(text).encode(), self.elsewhere)

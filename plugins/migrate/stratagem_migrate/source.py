@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from attrs import Factory, frozen
+
 from stratagem.errors import ConfigError
 from stratagem_migrate.files import ProjectFile
 from stratagem_migrate.findings import Finding
@@ -29,6 +31,20 @@ _ROLES: Final = {
 _MODULE_METHODS: Final = {"training_step", "configure_optimizers"}
 
 
+@frozen
+class Elsewhere:
+    """What the other files of a project tell about a script."""
+
+    #: The roles of their classes, by name.
+    roles: Mapping[str, str] = Factory(dict)
+    #: Names that they may import from the script.
+    imported: frozenset[str] = frozenset()
+
+
+#: What a script is told that is read without others.
+ALONE: Final = Elsewhere()
+
+
 class _Unknown:
     """The value of an expression that is known only at run time."""
 
@@ -42,13 +58,12 @@ class Source(ProjectFile):
     Names are looked up in the whole file: of a name with two meanings in two functions, the last is used.
     """
 
-    def __init__(self, path: Path, content: bytes, elsewhere: Mapping[str, str] | None = None) -> None:
-        """Parse `content`; `elsewhere` has the roles of the classes of other files, by name."""
+    def __init__(self, path: Path, content: bytes, elsewhere: Elsewhere = ALONE) -> None:
         self.path = path
         self.tree = parse(str(path), content)
         self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
         self.text = content.decode(self.encoding)
-        self.elsewhere = elsewhere or {}
+        self.elsewhere = elsewhere
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.aliases = _aliases(self.nodes)
@@ -71,18 +86,28 @@ class Source(ProjectFile):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and self.is_trainer(node.value)
         )
 
-    def with_roles(self, elsewhere: Mapping[str, str]) -> Source:
-        """Return this script, its classes seen with the roles of those of other files."""
-        if any(_base_names(each) & elsewhere.keys() for each in self.classes.values()):
-            return self.seen_with(elsewhere)
-        return self
-
-    def seen_with(self, elsewhere: Mapping[str, str]) -> Source:
-        """Return this script with the roles of the classes of other files."""
+    def seen_with(self, elsewhere: Elsewhere) -> Source:
+        """Return this script as one file of a project."""
         return Source(self.path, self.text.encode(self.encoding), elsewhere)
 
     def with_text(self, text: str) -> Source:
         return Source(self.path, text.encode(self.encoding), self.elsewhere)
+
+    @property
+    def parts(self) -> list[str]:
+        """What Python compiles: the script, or each cell of a notebook."""
+        return [self.text]
+
+    @property
+    def imported(self) -> set[str]:
+        """The names that the script may import from other files of its project."""
+        found = {
+            alias.name
+            for node in self.nodes
+            if isinstance(node, ast.ImportFrom) and (node.level or within_lightning(str(node.module)) is None)
+            for alias in node.names
+        }
+        return found | {node.id for node in self.nodes if isinstance(node, ast.Name)} if "*" in found else found
 
     @property
     def is_about_lightning(self) -> bool:
@@ -169,8 +194,8 @@ class Source(ProjectFile):
                 role = self._role(self.classes[last], (*seen, node.name))
                 if role is not None:
                     return role
-            if last in self.elsewhere and last not in self.classes:
-                return self.elsewhere[last]
+            if last in self.elsewhere.roles and last not in self.classes:
+                return self.elsewhere.roles[last]
         return "module" if {method.name for method in methods(node)} >= _MODULE_METHODS else None
 
     def _trainers(self) -> set[str]:
@@ -237,10 +262,6 @@ def short(node: ast.AST, limit: int = 60) -> str:
     except RecursionError:  # a sum of thousands of terms
         return "..."
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def _base_names(node: ast.ClassDef) -> set[str]:
-    return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
 
 
 def parse(path: str, text: bytes) -> ast.Module:
