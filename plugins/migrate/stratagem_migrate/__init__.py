@@ -24,6 +24,7 @@ from stratagem_migrate import (
     outputs,
     own,
     ranks,
+    strategies,
     trainers,
     yaml_files,
 )
@@ -43,7 +44,7 @@ RULES = (
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
     other_uses.switched_off, other_uses.minus_one, other_uses.utilities,
-    outputs.of_training, about_magics,
+    outputs.of_training, strategies.subclasses, strategies.axes, about_magics,
 )  # fmt: skip
 
 

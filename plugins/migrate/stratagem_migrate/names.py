@@ -130,7 +130,8 @@ NAMES: Final[dict[str, Counterpart]] = {
         text='strategy={"name": "ddp_sequential", "balance": [...]}', note="docs/parallelism.md"
     ),
     "ModelParallelStrategy": Counterpart(
-        text='strategy={"name": "parallel", "shard": ..., "tensor": ...}', note="docs/parallelism.md"
+        text="stratagem.strategies.ParallelStrategy(shard=data_parallel_size, tensor=tensor_parallel_size)",
+        note='where Lightning\'s sizes are "auto": shard is num_nodes, tensor is "auto"; docs/parallelism.md',
     ),
     **_missing(
         "XLAStrategy", "SingleDeviceXLAStrategy", "SingleTPUStrategy", "TPUSpawnStrategy", "XLAEnvironment",
@@ -197,6 +198,11 @@ NAMES: Final[dict[str, Counterpart]] = {
     "CombinedLoader": Counterpart(
         note="combine the loaders in your own dataset or iterable; several validation loaders may be a list"
     ),
+    **dict.fromkeys(
+        ("convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint"),
+        Counterpart(text="`stratagem checkpoint consolidate`", note="it writes one file for torch.load"),
+    ),
+    "isolate_rng": Counterpart(text="torch.random.fork_rng()"),
     "grad_norm": Counterpart(plugin=("callback", "gradient_norms")),
     "move_data_to_device": Counterpart("api.batches.move_batch"),
     "AttributeDict": Counterpart(text="a dict"),
@@ -209,10 +215,7 @@ NAMES: Final[dict[str, Counterpart]] = {
     "TrainResult": Counterpart(text="self.log"),
     "EvalResult": Counterpart(text="self.log"),
     "__version__": Counterpart("__version__"),
-    **_missing(
-        "BoringModel", "BoringDataModule", "LightningDistributedModule", "LightningParallelModule",
-        note="not part of stratagem",
-    ),
+    **_missing("LightningDistributedModule", "LightningParallelModule", note="not part of stratagem"),
 }  # fmt: skip
 
 #: Names whose counterpart takes their place as it is, in a call or an annotation; `imports` tells how others differ.
@@ -276,7 +279,7 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
         "filepath": "dirpath= and filename=", "period": "every_n_epochs=", "every_n_val_epochs": "every_n_epochs=",
         "prefix": "filename=",
     },
-    "EarlyStopping": {"log_rank_zero_only": "nothing: only rank 0 prints"},
+    "EarlyStopping": {"log_rank_zero_only": f"{_LEAVE_OUT}, only rank 0 prints"},
     "CSVLogger": {"flush_logs_every_n_steps": "flush_every_n_steps=", "prefix": _LEAVE_OUT},
     "TQDMProgressBar": {"process_position": _LEAVE_OUT},
     "RichProgressBar": {"refresh_rate": "refresh_every_s=", "theme": _LEAVE_OUT, "leave": _LEAVE_OUT},
