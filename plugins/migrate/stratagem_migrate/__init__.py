@@ -43,7 +43,8 @@ RULES = (
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
-    other_uses.switched_off, other_uses.minus_one, other_uses.utilities,
+    other_uses.switched_off, other_uses.minus_one, other_uses.utilities, other_uses.copied_lists,
+    other_uses.private_of_loggers,
     outputs.of_training, strategies.subclasses, strategies.axes, about_magics,
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from attrs import frozen
 from stratagem.errors import nearest
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
-from stratagem_migrate.source import UNKNOWN, Source, short
+from stratagem_migrate.source import UNKNOWN, Source, constant, short
 
 _LEAVE_OUT: Final = "leave it out"
 WITHOUT_LOGGER: Final = "Trainer() without logger="
@@ -87,11 +87,24 @@ def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
 
 
 def _changed_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterator[Finding]:
+    if accumulates(node):
+        yield source.finding(
+            node, CHECK, "Trainer(accumulate_grad_batches=...)", "Trainer(average_short_window=False)",
+            "where an epoch ends with fewer batches their gradients are averaged, unless that is set; Lightning divides "
+            "by the whole number",
+        )  # fmt: skip
     if not given & {"logger", "**", "barebones", "fast_dev_run"}:
         yield source.finding(
             node, CHECK, WITHOUT_LOGGER, 'logger="tensorboard" for event files',
             "the default writes stratagem_logs/version_0/metrics.csv",
         )  # fmt: skip
+
+
+def accumulates(node: ast.Call) -> bool:
+    """Whether a Trainer accumulates gradients, and does not say what happens at the end of an epoch."""
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    number = given.get("accumulate_grad_batches")
+    return number is not None and constant(number) not in (1, None) and "average_short_window" not in given
 
 
 # --- Arguments that were renamed or removed ----------------------------------------------------------------------

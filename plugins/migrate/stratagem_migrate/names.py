@@ -221,8 +221,8 @@ NAMES: Final[dict[str, Counterpart]] = {
 #: Names whose counterpart takes their place as it is, in a call or an annotation; `imports` tells how others differ.
 DROP_IN: Final = frozenset({
     "Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "MisconfigurationException",
-    "find_usable_cuda_devices", "rank_zero_only", "move_data_to_device", "Logger", "LightningLoggerBase", "Strategy",
-    "Accelerator",
+    "find_usable_cuda_devices", "rank_zero_only", "rank_zero_info", "rank_zero_warn", "move_data_to_device",
+    "Logger", "LightningLoggerBase", "Strategy", "Accelerator",
     "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "LearningRateLogger", "GradientAccumulationScheduler",
     "Timer", "StochasticWeightAveraging", "ModelSummary", "RichModelSummary", "DeviceStatsMonitor", "BatchSizeFinder",
     "LearningRateFinder", "BackboneFinetuning", "WeightAveraging", "BasePredictionWriter", "BaseFinetuning",
@@ -252,7 +252,16 @@ POSITIONS: Final = {
     "GradientAccumulationScheduler": ("scheduling",),
     "Timer": ("duration", "interval"),
     "StochasticWeightAveraging": ("swa_lrs", "swa_epoch_start"),
-    "BackboneFinetuning": ("unfreeze_backbone_at_epoch",),
+    "BackboneFinetuning": (
+        "unfreeze_backbone_at_epoch",
+        "lambda_func",
+        "backbone_initial_ratio_lr",
+        "backbone_initial_lr",
+        "should_align",
+        "initial_denom_lr",
+        "train_bn",
+        "verbose",
+    ),
     "ModelSummary": ("max_depth",),
     "RichModelSummary": ("max_depth",),
     "DeviceStatsMonitor": ("cpu_stats",),
@@ -272,6 +281,7 @@ _TO_TRAINER: Final = {
     "precision_plugin": "Trainer(precision=)",
 }
 _LEAVE_OUT: Final = "leave it out"
+_REFRESH_RATE: Final = f"{_LEAVE_OUT}, the bar is updated by time; for 0 use Trainer(enable_progress_bar=False)"
 
 #: Replacements of options that a plugin of stratagem does not have under that name.
 OPTIONS: Final[dict[str, dict[str, str]]] = {
@@ -281,8 +291,12 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
     },
     "EarlyStopping": {"log_rank_zero_only": f"{_LEAVE_OUT}, only rank 0 prints"},
     "CSVLogger": {"flush_logs_every_n_steps": "flush_every_n_steps=", "prefix": _LEAVE_OUT},
-    "TQDMProgressBar": {"process_position": _LEAVE_OUT},
-    "RichProgressBar": {"refresh_rate": "refresh_every_s=", "theme": _LEAVE_OUT, "leave": _LEAVE_OUT},
+    "TQDMProgressBar": {"process_position": _LEAVE_OUT, "leave": _LEAVE_OUT, "refresh_rate": _REFRESH_RATE},
+    "RichProgressBar": {
+        "refresh_rate": _REFRESH_RATE, "theme": _LEAVE_OUT, "leave": _LEAVE_OUT, "console_kwargs": _LEAVE_OUT,
+    },
+    "BackboneFinetuning": {"lambda_func": "multiplier=, its factor", "verbose": _LEAVE_OUT, "rounding": _LEAVE_OUT},
+    "StochasticWeightAveraging": {"device": _LEAVE_OUT},
     "DDPStrategy": _TO_TRAINER,
     "FSDPStrategy": _TO_TRAINER | {
         "activation_checkpointing": "activation_checkpointing_policy=", "process_group": "device_mesh=",

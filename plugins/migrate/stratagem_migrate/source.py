@@ -188,7 +188,7 @@ class Source(ProjectFile):
             last = name.rpartition(".")[2]
             if self.lightning(base) is not None and last in _ROLES:
                 return _ROLES[last]
-            if self.lightning(base) is not None and name.startswith("callbacks."):
+            if (self.known(base) or "").startswith("callbacks."):
                 return "callback"
             if last in self.classes and last not in (*seen, node.name):
                 role = self._role(self.classes[last], (*seen, node.name))

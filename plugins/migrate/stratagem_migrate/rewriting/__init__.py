@@ -9,7 +9,7 @@ from stratagem_migrate.rewriting.attributes import rewrite_functions, rewrite_on
 from stratagem_migrate.rewriting.edits import Edits
 from stratagem_migrate.rewriting.epoch_ends import rewrite_epoch_ends
 from stratagem_migrate.rewriting.imported import check_that_it_imports
-from stratagem_migrate.rewriting.methods import rewrite_callbacks, rewrite_module_methods
+from stratagem_migrate.rewriting.methods import rewrite_callbacks, rewrite_module_methods, rewrite_outputs
 from stratagem_migrate.rewriting.plugin_calls import rewrite_plugin_calls
 from stratagem_migrate.rewriting.rank_zero import rewrite_rank_zero
 from stratagem_migrate.rewriting.references import Namespace, rewrite_references
@@ -31,6 +31,7 @@ def rewrite(source: Source) -> str:
     rewrite_hydra(edits)
     rewrite_plugin_calls(edits, names)
     rewrite_module_methods(edits)
+    rewrite_outputs(edits)
     rewrite_epoch_ends(edits)
     rewrite_rank_zero(edits)
     rewrite_callbacks(edits, names)

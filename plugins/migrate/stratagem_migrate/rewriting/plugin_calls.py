@@ -15,7 +15,17 @@ from stratagem_migrate.source import UNKNOWN, constant
 #: Values with which an option that no plugin has does nothing.
 _OFF: Final = (None, False, "", 0)
 #: Options that only change what is printed.
-_SILENT: Final = {("TQDMProgressBar", "process_position"), ("RichProgressBar", "theme"), ("RichProgressBar", "leave")}
+_SILENT: Final = {
+    ("TQDMProgressBar", "process_position"), ("TQDMProgressBar", "leave"), ("RichProgressBar", "theme"),
+    ("RichProgressBar", "leave"), ("RichProgressBar", "console_kwargs"), ("BackboneFinetuning", "verbose"),
+    ("BackboneFinetuning", "rounding"), ("StochasticWeightAveraging", "device"),
+}  # fmt: skip
+#: Options that no plugin has, with the values that Lightning's classes give them.
+_DEFAULTS: Final[dict[tuple[str, str], Any]] = {
+    ("BackboneFinetuning", "should_align"): True, ("BackboneFinetuning", "initial_denom_lr"): 10.0,
+    ("LearningRateFinder", "mode"): "exponential", ("LearningRateFinder", "update_attr"): True,
+    ("BatchSizeFinder", "batch_arg_name"): "batch_size", ("BatchSizeFinder", "margin"): 0.05,
+}  # fmt: skip
 #: Options with another name and the same meaning.
 _RENAMED: Final = {
     ("ModelCheckpoint", "period"), ("ModelCheckpoint", "every_n_val_epochs"), ("CSVLogger", "flush_logs_every_n_steps"),
@@ -114,6 +124,10 @@ def option_instead(theirs: str, name: str, literal: Any, known: frozenset[str]) 
     if (theirs, name) in _RENAMED and advice[:-1] in known:
         return advice[:-1]
     if (theirs, name) in _SILENT or literal is None or (advice == "leave it out" and literal is not UNKNOWN):
+        return ""
+    if name == "refresh_rate" and isinstance(literal, int) and literal != 0:
+        return ""
+    if _DEFAULTS.get((theirs, name), UNKNOWN) == literal is not UNKNOWN:
         return ""
     is_off = literal is not UNKNOWN and any(literal is each or literal == each for each in _OFF)
     return "" if is_off and name in _DEFAULTS_OFF.get(theirs, ()) else None

@@ -18,7 +18,9 @@ from stratagem_migrate.source import Source, within_lightning
 #: What ``from pytorch_lightning import *`` imports.
 _STAR: Final = ("Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything")
 #: Classes that a script derives from; other counterparts are built in another way.
-_BASES: Final = ("LightningModule", "LightningDataModule", "Callback")
+_BASES: Final = (
+    "LightningModule", "LightningDataModule", "Callback", "BaseFinetuning", "WeightAveraging", "BasePredictionWriter",
+)  # fmt: skip
 
 
 @frozen

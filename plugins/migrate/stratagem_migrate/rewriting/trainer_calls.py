@@ -8,6 +8,7 @@ from typing import Any, Final
 import libcst as cst
 
 from stratagem_migrate import hydra_calls
+from stratagem_migrate.arguments import accumulates
 from stratagem_migrate.names import NAMES
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code
@@ -61,6 +62,8 @@ class _Trainer:
         for name in sorted(self.given, key=_order):
             if name in self.result or name not in _PLACES_OF_STRATEGIES:
                 self._rewrite_argument(name, self.given[name])
+        if self.source.lightning(self.call.func) is not None and accumulates(self.call):
+            self.edits.at(self.call, lambda call: call_arguments.append(call, "average_short_window", "False"))
 
     def _rewrite_argument(self, name: str, value: ast.expr) -> None:
         if self._by_other_means(name, value):

@@ -44,6 +44,14 @@ def translated(given: Given) -> New | None:
     return answer(given)
 
 
+def as_in_lightning(given: Given) -> New | None:
+    """Return what `translated` does, and for a Trainer of Lightning what keeps its numbers."""
+    is_short = given.name == "accumulate_grad_batches" and "average_short_window" not in given.others
+    if is_short and given.literal not in (1, None):
+        return [(given.name, None), ("average_short_window", "False")]
+    return translated(given)
+
+
 def arguments_in(text: str) -> New:
     """Return the keyword arguments that a text of the tables consists of; none if it is more than that."""
     if "..." in text:  # for the user to fill in
