@@ -27,6 +27,11 @@ TRAINER = {
     'strategy="fsdp_native"': 'strategy="fsdp"',
     'plugins="ddp_sharded"': 'strategy="ddp_sharded"',
     "plugins=None": "",
+    "callbacks=[pl.callbacks.TQDMProgressBar(refresh_rate=20)]": "callbacks=[TQDMProgressBar()]",
+    "callbacks=[pl.callbacks.RichProgressBar(5, leave=True)]": "callbacks=[ProgressBar()]",
+    "callbacks=[pl.callbacks.BackboneFinetuning(2, should_align=True, verbose=True)]":
+        "callbacks=[BackboneFinetuning(2)]",
+    "callbacks=[pl.callbacks.LearningRateFinder(mode='exponential')]": "callbacks=[LearningRateFinder()]",
     'accelerator="ddp", plugins="ddp_sharded"': 'strategy="ddp_sharded"',
     'strategy="ddp", plugins="ddp_sharded"': 'strategy="ddp_sharded"',
     "strategy=pl.strategies.FSDPStrategy(activation_checkpointing=None)": "strategy=FSDPStrategy()",
@@ -125,6 +130,8 @@ MODULE = {
         "self.kind = self.trainer.sanity_checking",
     "def configure_model(self):\n    self.kind = lambda: self.device_mesh['tensor_parallel']":
         'self.device_mesh["tensor"]',
+    "def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.seen = outputs['loss'].item()":
+        "self.seen = outputs.detach().item()",
     "def on_train_epoch_end(self):\n    self.log('a', 1.0, True)": "self.log('a', 1.0, prog_bar=True)",
     "def on_train_epoch_end(self):\n    self.log('a', 1.0, tbptt_pad_token=0)": "self.log('a', 1.0)",
     "def on_train_epoch_end(self):\n    self.log_dict({'a': 1.0}, True, False)":
@@ -154,6 +161,8 @@ CALLBACK = {
 }  # fmt: skip
 
 SCRIPT = {
+    "pl.utilities.rank_zero_info('a')": "sg.rank_zero_info('a')",
+    "class Unfreeze(pl.callbacks.BaseFinetuning):\n    pass": "class Unfreeze(BaseFinetuning):",
     "trainer.fit(model, train_dataloader=loader)": "trainer.fit(model, train_dataloaders=loader)",
     "trainer.validate(model, val_dataloaders=loader)": "trainer.validate(model, dataloaders=loader)",
     "trainer.test(model, test_dataloaders=loader, verbose=True)": "trainer.test(model, dataloaders=loader",
@@ -194,6 +203,9 @@ ADVICE = [
     ("parser.add_argument('--batch_size')\npl.Trainer.from_argparse_args(args)", "change",
      "args, rest = parser.parse_known_args(), and stratagem.Trainer.from_cli(rest)"),
     ("parser.add_argument('--batch_size')\npl.Trainer.from_cli()", "change", "args, rest = parser.parse_known_args()"),
+    ("trainer = pl.Trainer()\ntrainer.callbacks.append(callback)", "change", "Trainer(callbacks=[...])"),
+    ("pl.callbacks.TQDMProgressBar(refresh_rate=0)", "change", "leave it out, the bar is updated by time"),
+    ("pl.callbacks.BackboneFinetuning(lambda_func=lambda epoch: 1.5)", "change", "multiplier=, its factor"),
     ("pl.Trainer(weights_summary=['full'])", "change", "enable_model_summary=True"),
     ("pl.Trainer(strategy=pl.strategies.ModelParallelStrategy())", "change", "stratagem.strategies.ParallelStrategy("),
     ("pl.strategies.ModelParallelStrategy(tensor_parallel_size=2, data_parallel_size='auto')", "change",

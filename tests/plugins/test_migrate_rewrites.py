@@ -629,6 +629,45 @@ def test_an_attribute_that_a_base_may_set_stays():
     assert rewrite(source) == script
 
 
+@pytest.mark.parametrize("number", ["2", "{0: 4, 5: 2}", "steps"])
+def test_accumulated_gradients_are_divided_as_in_lightning(number):
+    assert trainer_with(f"accumulate_grad_batches={number}, max_epochs=1") == (
+        f"accumulate_grad_batches={number}, max_epochs=1, average_short_window=False"
+    )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import lightning as L\nL.Trainer(accumulate_grad_batches=1)",
+        "import lightning as L\nL.Trainer(accumulate_grad_batches=2, average_short_window=True)",
+        "import stratagem as sg\nsg.Trainer(accumulate_grad_batches=2)",
+    ],
+)
+def test_a_trainer_that_is_not_lightnings_or_does_not_accumulate_stays(script):
+    assert rewritten(script) == script.replace("lightning as L", "stratagem as sg").replace("L.T", "sg.T")
+
+
+def test_private_attributes_of_a_logger_go():
+    script = (
+        "import lightning as L\ntrainer = L.Trainer()\ntrainer.logger._log_graph = True  # a graph\ntrainer.fit(m)\n"
+    )
+
+    assert rewritten(script) == "import stratagem as sg\ntrainer = sg.Trainer()\n# a graph\ntrainer.fit(m)\n"
+
+
+def test_outputs_of_a_callback_are_a_dictionary_or_a_tensor():
+    script = (
+        "import lightning as L\n\n\nclass Losses(L.Callback):\n"
+        "    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n        print({})\n"
+    )
+
+    new = rewritten(script.format('outputs["loss"]'))
+
+    assert '(outputs["loss"] if isinstance(outputs, dict) else outputs).detach()' in new
+    assert rewritten(script.format('outputs.get("loss")')) == new
+
+
 def test_a_name_that_another_file_imports_keeps_its_name(tmp_path, monkeypatch):
     """Else the other file could no longer be imported."""
     (tmp_path / "its_base.py").write_text("from lightning import LightningModule\nclass Base(LightningModule): pass\n")

@@ -90,8 +90,7 @@ def _changed_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterat
     if accumulates(node):
         yield source.finding(
             node, CHECK, "Trainer(accumulate_grad_batches=...)", "Trainer(average_short_window=False)",
-            "where an epoch ends with fewer batches their gradients are averaged, unless that is set; Lightning divides "
-            "by the whole number",
+            "an epoch that ends with fewer batches averages their gradients; Lightning divides by the whole number",
         )  # fmt: skip
     if not given & {"logger", "**", "barebones", "fast_dev_run"}:
         yield source.finding(

@@ -7,6 +7,7 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from stratagem.errors import ConfigError, PluginError
 from stratagem_migrate.source import Source
@@ -51,7 +52,7 @@ def _exists(name: str) -> bool:
     """Whether a module has the name; attributes of classes and functions are not looked up."""
     first, *rest = name.split(".")
     try:
-        found: object = importlib.import_module(first)
+        found: Any = importlib.import_module(first)
     except ImportError:
         return False
     for part in rest:
