@@ -28,6 +28,7 @@ TRAINER = {
     'plugins="ddp_sharded"': 'strategy="ddp_sharded"',
     "plugins=None": "",
     "callbacks=[pl.callbacks.TQDMProgressBar(refresh_rate=20)]": "callbacks=[TQDMProgressBar()]",
+    "callbacks=[pl.callbacks.ProgressBar(refresh_rate=10, process_position=0)]": "callbacks=[ProgressBar()]",
     "callbacks=[pl.callbacks.RichProgressBar(5, leave=True)]": "callbacks=[ProgressBar()]",
     "callbacks=[pl.callbacks.BackboneFinetuning(2, should_align=True, verbose=True)]":
         "callbacks=[BackboneFinetuning(2)]",

@@ -166,6 +166,14 @@ def test_findings_name_the_cell_and_the_line_in_it(tmp_path, capsys):
     assert f"{path}:cell 3:4: ipus=2 -> " in said
 
 
+def test_a_folder_of_logs_that_the_notebook_names_is_its_own(tmp_path, capsys):
+    path = notebook(tmp_path / "a.ipynb", "folder = 'lightning_logs'", "%tensorboard --logdir lightning_logs")
+
+    assert main(["migrate", str(path)]) == 0
+
+    assert "nothing to change, nothing to check" in capsys.readouterr().out
+
+
 def test_a_diff_is_one_of_the_file(tmp_path, capsys):
     path = notebook(tmp_path / "a.ipynb", "import lightning as L\nL.Trainer()", indent=1)
 

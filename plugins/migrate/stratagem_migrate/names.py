@@ -226,7 +226,7 @@ DROP_IN: Final = frozenset({
     "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "LearningRateLogger", "GradientAccumulationScheduler",
     "Timer", "StochasticWeightAveraging", "ModelSummary", "RichModelSummary", "DeviceStatsMonitor", "BatchSizeFinder",
     "LearningRateFinder", "BackboneFinetuning", "WeightAveraging", "BasePredictionWriter", "BaseFinetuning",
-    "OnExceptionCheckpoint", "TQDMProgressBar", "RichProgressBar",
+    "OnExceptionCheckpoint", "TQDMProgressBar", "RichProgressBar", "ProgressBar",
     "CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger",
     "DDPStrategy", "DDPPlugin", "FSDPStrategy", "DDPFullyShardedNativeStrategy", "SingleDeviceStrategy",
     "SingleDevicePlugin", "DeepSpeedStrategy", "DeepSpeedPlugin", "DDPShardedStrategy", "DDPShardedPlugin",
@@ -305,5 +305,6 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
     },
     "DeepSpeedStrategy": _TO_TRAINER | {"save_full_weights": _LEAVE_OUT},
 }  # fmt: skip
+OPTIONS["ProgressBar"] = OPTIONS["TQDMProgressBar"]
 OPTIONS["DDPPlugin"] = OPTIONS["DDPStrategy"]
 OPTIONS["DeepSpeedPlugin"] = OPTIONS["DeepSpeedStrategy"]

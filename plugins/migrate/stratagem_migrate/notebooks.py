@@ -95,10 +95,13 @@ def about_magics(source: Source) -> Iterator[Finding]:
     """Find magics and shell commands that name Lightning, such as ``!pip install lightning``."""
     if not isinstance(source, Notebook):
         return
+    texts = [node.value for node in source.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    is_own_folder = any("lightning_logs" in text for text in texts)
     for node in source.nodes:
         lines = source.magics.lines_of(node.id) if isinstance(node, ast.Name) else ()
         for line in lines:
-            if "lightning" in line.lower():
+            about = _LOGS.sub("", line) if is_own_folder else line
+            if "lightning" in about.lower():
                 new = _LOGS.sub("stratagem_logs", line)
                 new = _PACKAGE.sub("stratagem", new) if "install" in line else new
                 advice = "" if new == line else new.strip()

@@ -18,7 +18,7 @@ _OFF: Final = (None, False, "", 0)
 _SILENT: Final = {
     ("TQDMProgressBar", "process_position"), ("TQDMProgressBar", "leave"), ("RichProgressBar", "theme"),
     ("RichProgressBar", "leave"), ("RichProgressBar", "console_kwargs"), ("BackboneFinetuning", "verbose"),
-    ("BackboneFinetuning", "rounding"), ("StochasticWeightAveraging", "device"),
+    ("BackboneFinetuning", "rounding"), ("ProgressBar", "process_position"), ("StochasticWeightAveraging", "device"),
 }  # fmt: skip
 #: Options that no plugin has, with the values that Lightning's classes give them.
 _DEFAULTS: Final[dict[tuple[str, str], Any]] = {
