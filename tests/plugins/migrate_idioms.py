@@ -27,6 +27,19 @@ TRAINER = {
     'strategy="fsdp_native"': 'strategy="fsdp"',
     'plugins="ddp_sharded"': 'strategy="ddp_sharded"',
     "plugins=None": "",
+    "callbacks=[pl.callbacks.TQDMProgressBar(refresh_rate=20)]": "callbacks=[TQDMProgressBar()]",
+    "callbacks=[pl.callbacks.ProgressBar(refresh_rate=10, process_position=0)]": "callbacks=[ProgressBar()]",
+    "callbacks=[pl.callbacks.RichProgressBar(5, leave=True)]": "callbacks=[ProgressBar()]",
+    "callbacks=[pl.callbacks.BackboneFinetuning(2, should_align=True, verbose=True)]":
+        "callbacks=[BackboneFinetuning(2)]",
+    "callbacks=[pl.callbacks.LearningRateFinder(mode='exponential')]": "callbacks=[LearningRateFinder()]",
+    'accelerator="ddp", plugins="ddp_sharded"': 'strategy="ddp_sharded"',
+    'strategy="ddp", plugins="ddp_sharded"': 'strategy="ddp_sharded"',
+    "strategy=pl.strategies.FSDPStrategy(activation_checkpointing=None)": "strategy=FSDPStrategy()",
+    "strategy=pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)":
+        "strategy=ParallelStrategy(shard=1, tensor=1)",
+    "strategy=pl.strategies.ModelParallelStrategy(1, 1, timeout=None)":
+        "strategy=ParallelStrategy(shard=1, tensor=1, timeout=None)",
     'plugins=["native_amp"]': 'precision="16-mixed"',
     "plugins=pl.plugins.DDPPlugin(find_unused_parameters=False)": "strategy=DDPStrategy(find_unused_parameters=False)",
     "strategy=pl.strategies.DDPStrategy(find_unused_parameters=True)":
@@ -116,6 +129,10 @@ MODULE = {
     "def on_fit_start(self):\n    self.kind = self.trainer.strategy.root_device": "self.kind = self.trainer.run.device",
     "def on_fit_start(self):\n    self.kind = self.trainer.running_sanity_check":
         "self.kind = self.trainer.sanity_checking",
+    "def configure_model(self):\n    self.kind = lambda: self.device_mesh['tensor_parallel']":
+        'self.device_mesh["tensor"]',
+    "def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.seen = outputs['loss'].item()":
+        "self.seen = outputs.detach().item()",
     "def on_train_epoch_end(self):\n    self.log('a', 1.0, True)": "self.log('a', 1.0, prog_bar=True)",
     "def on_train_epoch_end(self):\n    self.log('a', 1.0, tbptt_pad_token=0)": "self.log('a', 1.0)",
     "def on_train_epoch_end(self):\n    self.log_dict({'a': 1.0}, True, False)":
@@ -145,6 +162,8 @@ CALLBACK = {
 }  # fmt: skip
 
 SCRIPT = {
+    "pl.utilities.rank_zero_info('a')": "sg.rank_zero_info('a')",
+    "class Unfreeze(pl.callbacks.BaseFinetuning):\n    pass": "class Unfreeze(BaseFinetuning):",
     "trainer.fit(model, train_dataloader=loader)": "trainer.fit(model, train_dataloaders=loader)",
     "trainer.validate(model, val_dataloaders=loader)": "trainer.validate(model, dataloaders=loader)",
     "trainer.test(model, test_dataloaders=loader, verbose=True)": "trainer.test(model, dataloaders=loader",
@@ -180,8 +199,30 @@ ADVICE = [
     ("pl.Trainer(stochastic_weight_avg=True)", "change", 'callbacks=["stochastic_weight_averaging"]'),
     ("pl.Trainer(terminate_on_nan=True)", "change", "detect_anomaly=True"),
     ("pl.Trainer(truncated_bptt_steps=2)", "change", "automatic_optimization = False"),
-    ("pl.Trainer(strategy='hpu_parallel')", "change", "nothing: not available"),
+    ("pl.Trainer(strategy='hpu_parallel')", "change", 'strategy="auto" (HPUs are not supported)'),
     ("pl.Trainer.from_argparse_args(args)", "change", "stratagem.Trainer.from_cli()"),
+    ("parser.add_argument('--batch_size')\npl.Trainer.from_argparse_args(args)", "change",
+     "args, rest = parser.parse_known_args(), and stratagem.Trainer.from_cli(rest)"),
+    ("parser.add_argument('--batch_size')\npl.Trainer.from_cli()", "change", "args, rest = parser.parse_known_args()"),
+    ("trainer = pl.Trainer()\ntrainer.callbacks.append(callback)", "change", "Trainer(callbacks=[...])"),
+    ("pl.callbacks.TQDMProgressBar(refresh_rate=0)", "change", "leave it out, the bar is updated by time"),
+    ("pl.callbacks.BackboneFinetuning(lambda_func=lambda epoch: 1.5)", "change", "multiplier=, its factor"),
+    ("pl.Trainer(weights_summary=['full'])", "change", "enable_model_summary=True"),
+    ("pl.Trainer(strategy=pl.strategies.ModelParallelStrategy())", "change", "stratagem.strategies.ParallelStrategy("),
+    ("pl.strategies.ModelParallelStrategy(tensor_parallel_size=2, data_parallel_size='auto')", "change",
+     "stratagem.strategies.ParallelStrategy("),
+    ("class Net(pl.LightningModule):\n    def configure_model(self):\n        print(self.device_mesh['data_parallel'])",
+     "change", "leave it out, with the fully_shard that uses it"),
+    ("class A(pl.strategies.DDPStrategy):\n    def configure_ddp(self):\n        pass", "change",
+     'strategy={"name": "ddp", ...}'),
+    ("from pytorch_lightning.plugins import DDPPlugin\nclass A(DDPPlugin):\n    pass", "change", "a strategy plugin, docs/"),
+    ("from lightning.pytorch.demos.boring_classes import BoringModel\nBoringModel()", "change", ""),
+    ("from pytorch_lightning.utilities import deepspeed\ndeepspeed.convert_zero_checkpoint_to_fp32_state_dict(a, b)",
+     "change", "`stratagem checkpoint consolidate`"),
+    ("from lightning.pytorch.utilities.memory import is_oom_error\nis_oom_error(a)", "change", ""),
+    ("import lightning\nlightning.Fabric()", "change", "stratagem.Run"),
+    ("import lightning.fabric\nlightning.fabric.Fabric()", "change", "stratagem.Run"),
+    ("from lightning.fabric import Fabric\nFabric()", "change", "stratagem.Run"),
     ("pl.cli.LightningCLI(Net)", "change", "`stratagem fit run.yaml`"),
     ("pl.callbacks.ModelPruning()", "change", ""),
     ("pl.loggers.CometLogger()", "change", ""),

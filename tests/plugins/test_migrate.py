@@ -18,6 +18,7 @@ from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.runtime.context import Context
 from stratagem_migrate import arguments, examine, installed, names, own, trainers
+from stratagem_migrate.rewriting import rewrite, translations
 from stratagem_migrate.source import Source
 from stratagem_testing.reference import Net, joined_batches
 
@@ -104,6 +105,78 @@ def test_classes_of_engines_lead_to_the_names_of_their_packages(module, name, ne
     (finding,) = examine(Source(Path("a.py"), f"from pytorch_lightning.{module} import {name}".encode()))
 
     assert new in finding.new
+
+
+@pytest.mark.parametrize(
+    ("statement", "new"),
+    [
+        (
+            "from pytorch_lightning.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict as convert",
+            "`stratagem checkpoint consolidate`",
+        ),
+        ("from pytorch_lightning.core.lightning import LightningModule", "from stratagem import Module"),
+        ("from pytorch_lightning.core import LightningDataModule", "from stratagem import DataModule"),
+        ("from lightning import Fabric", "from stratagem import Run"),
+        ("from lightning.fabric.fabric import Fabric as F", "from stratagem import Run as F"),
+        ("from lightning.fabric.strategies import FSDPStrategy", "from stratagem.strategies import FSDPStrategy"),
+        (
+            "from lightning.pytorch.demos import Transformer",
+            "demos are not part of stratagem: copy it into your project",
+        ),
+        (
+            "from lightning.pytorch.utilities.memory import is_oom_error\nis_oom_error(1)",
+            "stratagem has no is_oom_error",
+        ),
+    ],
+)
+def test_old_import_paths_lead_to_the_new_name(statement, new):
+    first = min(examine(Source(Path("a.py"), statement.encode())))
+
+    assert (first.new or first.note) == new
+
+
+def test_a_strategy_of_the_script_is_told_once():
+    script = (
+        "from pytorch_lightning.strategies import DDPStrategy\n"
+        "class Own(DDPStrategy):\n    def configure_ddp(self):\n        pass\n"
+    )
+
+    (_, finding) = examine(Source(Path("a.py"), script.encode()))
+
+    assert finding.old == "class Own(DDPStrategy)"
+    assert "find_unused_parameters, static_graph" in finding.note
+    assert set(re.findall(r"\w+_\w+(?=,)", finding.note)) <= installed.plugin_options("strategy", "ddp")
+
+
+LITERALS = (
+    "[1]",
+    "['full']",
+    "{'a': 1}",
+    "{1}",
+    "(1, [2])",
+    "1.5",
+    "'x'",
+    "b'x'",
+    "...",
+    "[]",
+    "{}",
+    "-1",
+    "f(x)",
+    "1j",
+)
+
+
+@pytest.mark.parametrize("name", sorted({*installed.trainer_arguments(), *arguments.MOVED, *translations.RENAMED}))
+def test_any_value_of_an_argument_gets_advice_or_stays(name):
+    """The advice never reads "-> nothing"."""
+    for value in LITERALS:
+        script = f"import pytorch_lightning as pl\nt = pl.Trainer({name}={value})\nt.tune(m)\nt.fit(m)\n"
+        source = Source(Path("a.py"), script.encode())
+
+        rewrite(source)
+
+        assert not [each for each in examine(source) if each.new.startswith("nothing")]
+        assert all(each.new or each.note for each in examine(source) if each.certainty != "same")
 
 
 def test_the_device_of_a_module_is_asked_for():
@@ -290,7 +363,7 @@ def test_options_are_compared_with_the_plugin_that_is_installed():
         "ModelCheckpoint(monitor='a', save_top_k=2, mode='max', period=3, no_such=1)\n"
     )
 
-    assert news(script) == ["every_n_epochs=", "nothing"]
+    assert news(script) == ["every_n_epochs=", ""]
     assert sum("ModelCheckpoint(" in old for _, old, _ in found(script, "same")) == 3
 
 
@@ -582,7 +655,7 @@ def test_the_script_is_not_run(tmp_path, capsys):
         ("two.py", b"print 'x'", "is not Python ("),
         ("bytes.py", b"\x00\xff\xfe", "; expected a Python 3 script."),
         ("deep.py", b"(" * 100000, "; expected a Python 3 script."),
-        ("book.ipynb", b"{}", "is a notebook; expected a Python script; run `jupyter nbconvert --to script"),
+        ("book.ipynb", b"{}", "is not a notebook ('cells' is missing); expected version 4, in UTF-8."),
         ("empty", "folder", "is a folder without a .py file"),
     ],
 )

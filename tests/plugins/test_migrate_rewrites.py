@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import stat
 import subprocess
@@ -14,8 +15,8 @@ import pytest
 from programs import scripts
 from stratagem.cli import main
 from stratagem_migrate import examine
-from stratagem_migrate.rewriting import rewrite
-from stratagem_migrate.source import Source
+from stratagem_migrate.rewriting import references, rewrite
+from stratagem_migrate.source import Elsewhere, Source
 
 
 def rewritten(script):
@@ -623,9 +624,95 @@ def test_a_class_of_another_file_is_known_by_its_base(tmp_path):
 
 def test_an_attribute_that_a_base_may_set_stays():
     script = "from base import Base\n\n\nclass Net(Base):\n    def f(self):\n        return self.on_gpu\n"
-    source = Source(Path("a.py"), script.encode(), {"Base": "module"})
+    source = Source(Path("a.py"), script.encode(), Elsewhere(roles={"Base": "module"}))
 
     assert rewrite(source) == script
+
+
+@pytest.mark.parametrize("number", ["2", "{0: 4, 5: 2}", "steps"])
+def test_accumulated_gradients_are_divided_as_in_lightning(number):
+    assert trainer_with(f"accumulate_grad_batches={number}, max_epochs=1") == (
+        f"accumulate_grad_batches={number}, max_epochs=1, average_short_window=False"
+    )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import lightning as L\nL.Trainer(accumulate_grad_batches=1)",
+        "import lightning as L\nL.Trainer(accumulate_grad_batches=2, average_short_window=True)",
+        "import stratagem as sg\nsg.Trainer(accumulate_grad_batches=2)",
+    ],
+)
+def test_a_trainer_that_is_not_lightnings_or_does_not_accumulate_stays(script):
+    assert rewritten(script) == script.replace("lightning as L", "stratagem as sg").replace("L.T", "sg.T")
+
+
+def test_private_attributes_of_a_logger_go():
+    script = (
+        "import lightning as L\ntrainer = L.Trainer()\ntrainer.logger._log_graph = True  # a graph\ntrainer.fit(m)\n"
+    )
+
+    assert rewritten(script) == "import stratagem as sg\ntrainer = sg.Trainer()\n# a graph\ntrainer.fit(m)\n"
+
+
+def test_outputs_of_a_callback_are_a_dictionary_or_a_tensor():
+    script = (
+        "import lightning as L\n\n\nclass Losses(L.Callback):\n"
+        "    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n        print({})\n"
+    )
+
+    new = rewritten(script.format('outputs["loss"]'))
+
+    assert '(outputs["loss"] if isinstance(outputs, dict) else outputs).detach()' in new
+    assert rewritten(script.format('outputs.get("loss")')) == new
+
+
+def test_a_name_that_another_file_imports_keeps_its_name(tmp_path, monkeypatch):
+    """Else the other file could no longer be imported."""
+    (tmp_path / "its_base.py").write_text("from lightning import LightningModule\nclass Base(LightningModule): pass\n")
+    (tmp_path / "its_stars.py").write_text(
+        "from lightning import LightningDataModule as Data\nfrom lightning import Trainer\n"
+    )
+    (tmp_path / "its_net.py").write_text(
+        "from its_base import Base, LightningModule\nfrom its_stars import *\n"
+        "class Net(LightningModule): pass\nclass Own(Data): pass\nclass Other(Base): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert main(["migrate", "--write", "--force", str(tmp_path)]) == 0
+
+    assert importlib.import_module("its_net").Trainer is importlib.import_module("stratagem").Trainer
+    assert "Module as LightningModule" in (tmp_path / "its_base.py").read_text()
+
+
+def test_a_package_that_another_file_imports_from_the_script_is_left(tmp_path, capsys):
+    (tmp_path / "base.py").write_text("import lightning as L\nL.Trainer()\n")
+    (tmp_path / "net.py").write_text("from base import L\n")
+
+    assert main(["migrate", "--write", "--force", str(tmp_path)]) == 1
+
+    assert f"{tmp_path / 'base.py'}:1: import lightning as L -> import stratagem as sg" in capsys.readouterr().out
+    assert (tmp_path / "base.py").read_text() == "import lightning as L\nimport stratagem as sg\nsg.Trainer()\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "reason"),
+    [
+        ("from lightning import Trainer\nreturn", "Trainer", "would not compile ('return' outside function"),
+        ("from lightning import Trainer", "Absent", "would use stratagem.Absent, which is not installed"),
+        ("import lightning as L\nL.Trainer()", "Absent", "would use stratagem.Absent, which is not installed"),
+    ],
+)
+def test_a_result_that_would_not_import_is_not_written(tmp_path, capsys, monkeypatch, script, name, reason):
+    path = tmp_path / "a.py"
+    path.write_text(script)
+    monkeypatch.setattr(references, "target_of", lambda qualified: references.Target("stratagem", name))
+
+    assert main(["migrate", "--write", "--force", str(path)]) == 1
+
+    assert f"{path} cannot be rewritten: the result {reason}" in capsys.readouterr().err
+    assert path.read_text() == script
 
 
 def test_a_name_with_two_meanings_is_refused(tmp_path, capsys):

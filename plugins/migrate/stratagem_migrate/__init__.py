@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import attrs
 
@@ -23,14 +24,18 @@ from stratagem_migrate import (
     outputs,
     own,
     ranks,
+    strategies,
     trainers,
     yaml_files,
 )
 from stratagem_migrate.findings import CERTAINTIES, CHANGE, CHECK, SAME, Finding
-from stratagem_migrate.source import Source, content_of
+from stratagem_migrate.notebooks import Notebook, about_magics
+from stratagem_migrate.source import Elsewhere, Source, content_of
 from stratagem_migrate.yaml_files import YamlFile
 
 _File = Source | YamlFile
+#: The class of a file, by the end of its name; others are scripts.
+_KINDS: Final[dict[str, type[_File]]] = {files.NOTEBOOK: Notebook, **dict.fromkeys(files.YAML, YamlFile)}
 
 #: Functions that take a script and yield findings; the order does not matter.
 RULES = (
@@ -38,8 +43,9 @@ RULES = (
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
-    other_uses.switched_off, other_uses.minus_one, other_uses.utilities,
-    outputs.of_training,
+    other_uses.switched_off, other_uses.minus_one, other_uses.utilities, other_uses.copied_lists,
+    other_uses.private_of_loggers,
+    outputs.of_training, strategies.subclasses, strategies.axes, about_magics,
 )  # fmt: skip
 
 
@@ -49,7 +55,7 @@ class Migrate(Command):
     help = "list the lines to change in a project written for Lightning, and rewrite them"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("paths", nargs="+", metavar="FILE", help="a script, a YAML file, or a folder")
+        parser.add_argument("paths", nargs="+", metavar="FILE", help="a script, a notebook, a YAML file, or a folder")
         parser.add_argument("--all", action="store_true", help="also list lines that need no change")
         output = parser.add_mutually_exclusive_group()
         output.add_argument("--json", action="store_true", help="print JSON")
@@ -63,7 +69,7 @@ class Migrate(Command):
         sources, failed = _read_all(files.scripts(arguments.paths))
         if arguments.diff or arguments.write:
             return self._rewrite(sources, arguments) | failed
-        found = [finding for source in sources for finding in examine_file(source)]
+        found = [source.placed(finding) for source in sources for finding in examine_file(source)]
         if arguments.json:
             shown = [each for each in found if arguments.all or each.certainty != SAME]
             print(json.dumps([attrs.asdict(finding) for finding in shown], indent=2))
@@ -72,15 +78,18 @@ class Migrate(Command):
         return int(any(finding.certainty == CHANGE for finding in found)) | failed
 
     def _rewrite(self, sources: Sequence[_File], arguments: argparse.Namespace) -> int:
-        rewritten, failed = _rewrite_all(sources)
+        rewritten, refused = _rewrite_all(sources)
+        changes = [
+            files.Rewritten(old.path, old.in_file(old.text), old.in_file(new), old.encoding) for old, new in rewritten
+        ]
         if arguments.write:
-            files.write((file for file, _ in rewritten), arguments.force)
-        changed = [file for file, _ in rewritten if file.is_changed]
-        for file in changed:
-            print(file.diff() if arguments.diff else f"rewrote {file.path}")
-        left = [each for file, source in rewritten for each in _left(file, source, in_new=arguments.write)]
+            files.write(changes, arguments.force)
+        for change in changes:
+            if change.is_changed:
+                print(change.diff() if arguments.diff else f"rewrote {change.path}")
+        left = [each for old, new in rewritten for each in _left(old, new, in_new=arguments.write)]
         print(render_left(left))
-        return int(any(finding.certainty == CHANGE for finding in left)) | failed
+        return int(any(finding.certainty == CHANGE for finding in left)) | refused
 
 
 def _read_all(paths: Sequence[Path]) -> tuple[list[_File], int]:
@@ -90,16 +99,26 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[_File], int]:
     for path in paths:
         try:
             content = content_of(path)
-            sources.append(YamlFile(path, content) if path.suffix in files.YAML else Source(path, content))
+            sources.append(_KINDS.get(path.suffix, Source)(path, content))
         except ConfigError as error:
             print(f"stratagem: {error}", file=sys.stderr)
             failed = 1
+    return _seen_together(sources), failed
+
+
+def _seen_together(sources: list[_File]) -> list[_File]:
+    """Return the files, each of which knows what the others tell about it."""
     scripts = [each for each in sources if isinstance(each, Source)]
     roles = {name: role for script in scripts for name, role in script.roles.items() if role}
-    return [each.with_roles(roles) if isinstance(each, Source) else each for each in sources], failed
+    imported = frozenset(name for script in scripts for name in script.imported)
+    elsewhere = Elsewhere(roles, imported)
+    if len(scripts) < 2:
+        return sources
+    return [each.seen_with(elsewhere) if isinstance(each, Source) else each for each in sources]
 
 
-def _rewrite_all(sources: Sequence[_File]) -> tuple[list[tuple[files.Rewritten, _File]], int]:
+def _rewrite_all(sources: Sequence[_File]) -> tuple[list[tuple[_File, str]], int]:
+    """Return each file with its new text, and 1 if there are some that cannot be rewritten, which are reported."""
     from stratagem_migrate.rewriting import rewrite  # imports libcst
 
     rewritten, failed = [], 0
@@ -109,25 +128,20 @@ def _rewrite_all(sources: Sequence[_File]) -> tuple[list[tuple[files.Rewritten, 
         except ConfigError as error:
             print(f"stratagem: {error}", file=sys.stderr)
             new, failed = source.text, 1
-        rewritten.append((files.Rewritten(source.path, source.text, new, source.encoding), source))
+        rewritten.append((source, new))
     return rewritten, failed
 
 
-def _left(file: files.Rewritten, source: _File, in_new: bool) -> list[Finding]:
-    """Return what is left to do, with the lines of the new text or of the old one."""
-    content = file.new.encode(file.encoding)
-    if isinstance(source, Source):
-        after: _File = Source(file.path, content, source.elsewhere)
-    else:
-        after = YamlFile(file.path, content)
-    new = [each for each in examine_file(after) if each.certainty != SAME]
-    if not in_new:
-        new = [attrs.evolve(each, line=file.old_line(each.line)) for each in new]
-    only_old = _only_in_lightning(source)
+def _left(old: _File, text: str, in_new: bool) -> list[Finding]:
+    """Return what is left to do in a file with the new `text`, with the lines of that text or of the old one."""
+    new = old.with_text(text)
+    found = [each for each in examine_file(new) if each.certainty != SAME]
+    only_old = _only_in_lightning(old)
     if in_new:
-        back = files.Rewritten(file.path, file.new, file.old, file.encoding)
-        only_old = [attrs.evolve(each, line=back.old_line(each.line)) for each in only_old]
-    return sorted({*new, *only_old})
+        only_old = [attrs.evolve(each, line=files.line_before(text, old.text, each.line)) for each in only_old]
+    else:
+        found = [attrs.evolve(each, line=files.line_before(old.text, text, each.line)) for each in found]
+    return [(new if in_new else old).placed(each) for each in sorted({*found, *only_old})]
 
 
 def _only_in_lightning(source: _File) -> list[Finding]:

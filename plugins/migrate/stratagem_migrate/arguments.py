@@ -14,7 +14,7 @@ from attrs import frozen
 from stratagem.errors import nearest
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
-from stratagem_migrate.source import UNKNOWN, Source, short
+from stratagem_migrate.source import UNKNOWN, Source, constant, short
 
 _LEAVE_OUT: Final = "leave it out"
 WITHOUT_LOGGER: Final = "Trainer() without logger="
@@ -87,11 +87,23 @@ def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
 
 
 def _changed_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterator[Finding]:
+    if accumulates(node):
+        yield source.finding(
+            node, CHECK, "Trainer(accumulate_grad_batches=...)", "Trainer(average_short_window=False)",
+            "an epoch that ends with fewer batches averages their gradients; Lightning divides by the whole number",
+        )  # fmt: skip
     if not given & {"logger", "**", "barebones", "fast_dev_run"}:
         yield source.finding(
             node, CHECK, WITHOUT_LOGGER, 'logger="tensorboard" for event files',
             "the default writes stratagem_logs/version_0/metrics.csv",
         )  # fmt: skip
+
+
+def accumulates(node: ast.Call) -> bool:
+    """Whether a Trainer accumulates gradients, and does not say what happens at the end of an epoch."""
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    number = given.get("accumulate_grad_batches")
+    return number is not None and constant(number) not in (1, None) and "average_short_window" not in given
 
 
 # --- Arguments that were renamed or removed ----------------------------------------------------------------------
@@ -152,8 +164,8 @@ MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "gpus": _gpus,
     "num_processes": _num_processes,
     "tpu_cores": _tpu_cores,
-    "ipus": _unless_off("nothing: IPUs are not available"),
-    "hpus": _unless_off("nothing: HPUs are not available"),
+    "ipus": _unless_off('accelerator="auto": IPUs are not supported'),
+    "hpus": _unless_off('accelerator="auto": HPUs are not supported'),
     "auto_select_gpus": _unless_off("devices=stratagem.find_usable_cuda_devices(n)"),
     "distributed_backend": _old_accelerator,
     "replace_sampler_ddp": lambda value: f"use_distributed_sampler={value.text}",
@@ -187,15 +199,15 @@ MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "prepare_data_per_node": f"{_LEAVE_OUT}, prepare_data is called once on each node",
     "reload_dataloaders_every_epoch": _unless_off("reload_dataloaders_every_n_epochs=1"),
     "multiple_trainloader_mode": "one training loader: combine them in your own iterable",
-    "enable_autolog_hparams": "nothing: save_hyperparameters decides what is logged",
-    "model_registry": _unless_off("nothing"),
+    "enable_autolog_hparams": f"{_LEAVE_OUT}, save_hyperparameters decides what is logged",
+    "model_registry": "fit(ckpt_path=path of a checkpoint)",
 }
 
 # --- Values with another meaning ---------------------------------------------------------------------------------
 
 _Rows = Iterator[tuple[str, str, str]]
 
-_NOT_AVAILABLE: Final = "not available"
+_NOT_AVAILABLE: Final = "not installed, and not in the catalog: `stratagem plugins list`"
 
 #: Strategies (and, in 1.x, accelerators) by names that they no longer have.
 OLD_STRATEGIES: Final[dict[str, str]] = tomllib.loads(
@@ -210,7 +222,7 @@ def _accelerator(value: Value) -> _Rows:
     if name in OLD_STRATEGIES:
         yield CHANGE, OLD_STRATEGIES[name], ""
     else:
-        yield CHANGE, "nothing", _NOT_AVAILABLE
+        yield CHANGE, 'accelerator="auto"', _NOT_AVAILABLE
 
 
 def _strategy(value: Value) -> _Rows:
@@ -218,11 +230,7 @@ def _strategy(value: Value) -> _Rows:
     if not isinstance(value.literal, str) or name == "auto":
         return
     if not installed.has_plugin("strategy", name):
-        yield (
-            CHANGE,
-            OLD_STRATEGIES.get(name, "nothing"),
-            "" if name in OLD_STRATEGIES else "`stratagem plugins list`",
-        )
+        yield CHANGE, OLD_STRATEGIES.get(name, ""), "" if name in OLD_STRATEGIES else _NOT_AVAILABLE
     elif name.startswith("fsdp"):
         yield (
             CHECK,
@@ -236,7 +244,7 @@ def _precision(value: Value) -> _Rows:
     if value.literal is UNKNOWN or value.literal is None:
         return
     if not installed.has_plugin("precision", name):
-        yield CHANGE, '"16-mixed"' if "mixed" in name else "nothing yet", "`stratagem plugins list`"
+        yield CHANGE, '"16-mixed"' if "mixed" in name else "", _NOT_AVAILABLE
     elif name in ("16", "16-mixed"):
         yield CHECK, "", "CPUs use fp16 with loss scaling, too, not bf16"
 
@@ -255,7 +263,8 @@ def _plugins(value: Value) -> _Rows:
             yield CHANGE, f'strategy="{name}"', ""
         elif isinstance(name, str):
             new = {"native_amp": 'precision="16-mixed"', "apex_amp": 'precision="16-mixed"'}.get(name.lower())
-            yield CHANGE, new or OLD_STRATEGIES.get(name.lower(), "nothing"), ""
+            new = new or OLD_STRATEGIES.get(name.lower(), "")
+            yield CHANGE, new, "" if new else _NOT_AVAILABLE
         elif name is UNKNOWN:
             yield CHECK, "", "each kind has its own argument: strategy=, precision=, environment=, checkpoint="
     if value.literal is None:
@@ -266,7 +275,7 @@ def _profiler(value: Value) -> _Rows:
     if value.literal is True:
         yield CHANGE, 'profiler="simple"', ""
     elif isinstance(value.literal, str) and value.literal not in ("simple", "advanced", "pytorch"):
-        yield CHANGE, "nothing", f'{_NOT_AVAILABLE}; there are "simple", "advanced" and "pytorch"'
+        yield CHANGE, 'profiler="simple", "advanced" or "pytorch"', ""
 
 
 def _max_time(value: Value) -> _Rows:

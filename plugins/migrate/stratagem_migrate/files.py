@@ -8,21 +8,43 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from attrs import frozen
 
 from stratagem.errors import ConfigError
+from stratagem_migrate.findings import Finding
 
 YAML: Final = (".yaml", ".yml")
-_SUFFIXES: Final = (".py", *YAML)
+NOTEBOOK: Final = ".ipynb"
+_SUFFIXES: Final = (".py", NOTEBOOK, *YAML)
 #: Folders that hold no scripts of the user.
 _SKIPPED: Final = ("node_modules", "site-packages", "__pycache__")
 
 
+class ProjectFile:
+    """A file of a project, parsed; `text` is the script or the YAML in it."""
+
+    path: Path
+    text: str
+    encoding: str
+
+    def with_text(self, text: str) -> Self:
+        """Return this file with another text, parsed."""
+        raise NotImplementedError
+
+    def in_file(self, text: str) -> str:
+        """Return what the file holds if its text is `text`."""
+        return text
+
+    def placed(self, finding: Finding) -> Finding:
+        """Return a finding about the text with its place in the file."""
+        return finding
+
+
 @frozen
 class Rewritten:
-    """The text of a file, and the text that it should have."""
+    """What a file holds, and what it should hold."""
 
     path: Path
     old: str
@@ -40,20 +62,21 @@ class Rewritten:
         )
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
-    def old_line(self, line: int) -> int:
-        """Return the line of the old text that line `line` of the new text comes from."""
-        matcher = difflib.SequenceMatcher(None, self.old.splitlines(), self.new.splitlines(), autojunk=False)
-        for _, old_start, old_end, new_start, new_end in matcher.get_opcodes():
-            if new_start < line <= new_end:
-                return min(old_start + line - new_start, max(old_end, 1))
-        return line
+
+def line_before(old: str, new: str, line: int) -> int:
+    """Return the line of `old` that line `line` of `new` comes from."""
+    matcher = difflib.SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False)
+    for _, old_start, old_end, new_start, new_end in matcher.get_opcodes():
+        if new_start < line <= new_end:
+            return min(old_start + line - new_start, max(old_end, 1))
+    return line
 
 
 def scripts(paths: Iterable[str]) -> list[Path]:
-    """Return the scripts and YAML files of `paths`, including those in folders.
+    """Return the scripts, notebooks and YAML files of `paths`, including those in folders.
 
     Raises:
-        ConfigError: a folder has none.
+        ConfigError: a folder has none, or cannot be read.
     """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
@@ -66,12 +89,16 @@ def scripts(paths: Iterable[str]) -> list[Path]:
 
 def _inside(folder: Path) -> Iterable[Path]:
     """Yield the files below a folder; not those of environments, and hidden folders."""
-    for above, folders, names in os.walk(folder):
+    for above, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [
             each for each in folders
             if not each.startswith(".") and each not in _SKIPPED and not Path(above, each, "pyvenv.cfg").exists()
         ]  # fmt: skip
         yield from (Path(above, name) for name in names if name.endswith(_SUFFIXES))
+
+
+def _refuse(error: OSError) -> None:
+    raise ConfigError(f"{error.filename} cannot be read ({error.strerror})", expected="a folder that can be read")
 
 
 def write(files: Iterable[Rewritten], force: bool) -> None:

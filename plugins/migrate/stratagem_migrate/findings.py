@@ -34,8 +34,11 @@ class Finding:
     new: str
     #: An explanation; may be empty.
     note: str = ""
+    #: The number of the cell of a notebook, in which `line` counts; None in other files.
+    cell: int | None = None
 
     def __str__(self) -> str:
         arrow = f" -> {self.new}" if self.new else ""
         note = f" ({self.note})" if self.note and arrow else f": {self.note}" if self.note else ""
-        return f"{self.path}:{self.line}: {self.old}{arrow}{note}"
+        cell = "" if self.cell is None else f":cell {self.cell}"
+        return f"{self.path}{cell}:{self.line}: {self.old}{arrow}{note}"

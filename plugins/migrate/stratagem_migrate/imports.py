@@ -10,6 +10,7 @@ from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.names import NAMES, OPTIONS, POSITIONS, Counterpart
 from stratagem_migrate.source import Source, short, within_lightning
+from stratagem_migrate.strategies import is_strategy
 
 
 def imports(source: Source) -> Iterator[Finding]:
@@ -30,7 +31,8 @@ def _imported(source: Source, node: ast.ImportFrom, alias: ast.alias) -> Finding
         return source.finding(node, CHANGE, old, "import stratagem as sg")
     qualified = within_lightning(f"{node.module}.{alias.name}") or ""
     counterpart = _counterpart(qualified)
-    if counterpart is None and (alias.name.islower() or not qualified):
+    is_module = alias.name.islower() and not _is_value(source, alias.asname or alias.name)
+    if counterpart is None and (is_module or not qualified):
         return source.finding(node, CHANGE, old, "import stratagem as sg")
     counterpart = counterpart or _unknown(alias.name)
     if counterpart.imported_from is None:
@@ -47,7 +49,7 @@ def references(source: Source) -> Iterator[Finding]:
             continue
         name = source.lightning(node)
         counterpart = _counterpart(name) if name else None
-        if name and _is_handled_with_attribute(source, node, name):
+        if name and (_is_handled_with_attribute(source, node, name) or _is_base_of_strategy(source, node)):
             continue
         if name and counterpart is not None:
             yield _reference(source, node, counterpart)
@@ -76,7 +78,15 @@ def _counterpart(name: str) -> Counterpart | None:
     if name.partition(".")[0] == "metrics":
         package = "torchmetrics.functional" if "functional" in module else "torchmetrics"
         return Counterpart(text=f"{package}.{last}" if module else package, note="a separate package")
+    if "demos" in module.split("."):
+        return Counterpart(note="demos are not part of stratagem: copy it into your project")
     return NAMES.get(last)
+
+
+def _is_value(source: Source, bound: str) -> bool:
+    """Whether an imported name is used, and not only to reach other names through it, as a module is."""
+    uses = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == bound]
+    return any(not _continues(source, node) for node in uses)
 
 
 def _unknown(name: str) -> Counterpart:
@@ -92,13 +102,19 @@ def _is_unknown(source: Source, node: ast.Name | ast.Attribute) -> bool:
     name = source.lightning(node) or ""
     parts = name.split(".")
     known = any(_counterpart(".".join(parts[: end + 1])) is not None for end in range(len(parts)))
-    return not known and not (isinstance(node, ast.Name) and (not name or name.islower()))
+    return not known and bool(name)
 
 
 def _is_handled_with_attribute(source: Source, node: ast.AST, name: str) -> bool:
     """Return whether another rule handles the longer name: ``Trainer.from_argparse_args``, ``metrics.Accuracy``."""
     follows = getattr(source.parents.get(node), "attr", "")
     return _continues(source, node) and (name == "metrics" or (name == "Trainer" and "argparse" in follows))
+
+
+def _is_base_of_strategy(source: Source, node: ast.Name | ast.Attribute) -> bool:
+    """Whether `strategies.subclasses` handles the name."""
+    cls = source.parents.get(node)
+    return isinstance(cls, ast.ClassDef) and node in cls.bases and is_strategy(source, node)
 
 
 def _continues(source: Source, node: ast.AST) -> bool:
@@ -147,8 +163,9 @@ def _options(source: Source, node: ast.Call, theirs: str, plugin: tuple[str, str
                 f"`stratagem plugins show {plugin[1]}` lists the options",
             )  # fmt: skip
         elif keyword.arg not in known:
-            new = OPTIONS.get(theirs, {}).get(keyword.arg, "nothing")
-            note = "" if new != "nothing" else nearest(keyword.arg, known) or f"options are {', '.join(sorted(known))}"
+            is_default = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
+            new = "leave it out" if is_default else OPTIONS.get(theirs, {}).get(keyword.arg, "")
+            note = "" if new else nearest(keyword.arg, known) or f"options are {', '.join(sorted(known))}"
             yield source.finding(keyword, CHANGE, f"{theirs}({short(keyword)})", new, note)
         else:
             yield source.finding(keyword, SAME, f"{theirs}({short(keyword)})", "")

@@ -130,7 +130,8 @@ NAMES: Final[dict[str, Counterpart]] = {
         text='strategy={"name": "ddp_sequential", "balance": [...]}', note="docs/parallelism.md"
     ),
     "ModelParallelStrategy": Counterpart(
-        text='strategy={"name": "parallel", "shard": ..., "tensor": ...}', note="docs/parallelism.md"
+        text="stratagem.strategies.ParallelStrategy(shard=data_parallel_size, tensor=tensor_parallel_size)",
+        note='where Lightning\'s sizes are "auto": shard is num_nodes, tensor is "auto"; docs/parallelism.md',
     ),
     **_missing(
         "XLAStrategy", "SingleDeviceXLAStrategy", "SingleTPUStrategy", "TPUSpawnStrategy", "XLAEnvironment",
@@ -197,6 +198,11 @@ NAMES: Final[dict[str, Counterpart]] = {
     "CombinedLoader": Counterpart(
         note="combine the loaders in your own dataset or iterable; several validation loaders may be a list"
     ),
+    **dict.fromkeys(
+        ("convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint"),
+        Counterpart(text="`stratagem checkpoint consolidate`", note="it writes one file for torch.load"),
+    ),
+    "isolate_rng": Counterpart(text="torch.random.fork_rng()"),
     "grad_norm": Counterpart(plugin=("callback", "gradient_norms")),
     "move_data_to_device": Counterpart("api.batches.move_batch"),
     "AttributeDict": Counterpart(text="a dict"),
@@ -209,21 +215,18 @@ NAMES: Final[dict[str, Counterpart]] = {
     "TrainResult": Counterpart(text="self.log"),
     "EvalResult": Counterpart(text="self.log"),
     "__version__": Counterpart("__version__"),
-    **_missing(
-        "BoringModel", "BoringDataModule", "LightningDistributedModule", "LightningParallelModule",
-        note="not part of stratagem",
-    ),
+    **_missing("LightningDistributedModule", "LightningParallelModule", note="not part of stratagem"),
 }  # fmt: skip
 
 #: Names whose counterpart takes their place as it is, in a call or an annotation; `imports` tells how others differ.
 DROP_IN: Final = frozenset({
     "Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "MisconfigurationException",
-    "find_usable_cuda_devices", "rank_zero_only", "move_data_to_device", "Logger", "LightningLoggerBase", "Strategy",
-    "Accelerator",
+    "find_usable_cuda_devices", "rank_zero_only", "rank_zero_info", "rank_zero_warn", "move_data_to_device",
+    "Logger", "LightningLoggerBase", "Strategy", "Accelerator",
     "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "LearningRateLogger", "GradientAccumulationScheduler",
     "Timer", "StochasticWeightAveraging", "ModelSummary", "RichModelSummary", "DeviceStatsMonitor", "BatchSizeFinder",
     "LearningRateFinder", "BackboneFinetuning", "WeightAveraging", "BasePredictionWriter", "BaseFinetuning",
-    "OnExceptionCheckpoint", "TQDMProgressBar", "RichProgressBar",
+    "OnExceptionCheckpoint", "TQDMProgressBar", "RichProgressBar", "ProgressBar",
     "CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger",
     "DDPStrategy", "DDPPlugin", "FSDPStrategy", "DDPFullyShardedNativeStrategy", "SingleDeviceStrategy",
     "SingleDevicePlugin", "DeepSpeedStrategy", "DeepSpeedPlugin", "DDPShardedStrategy", "DDPShardedPlugin",
@@ -249,12 +252,22 @@ POSITIONS: Final = {
     "GradientAccumulationScheduler": ("scheduling",),
     "Timer": ("duration", "interval"),
     "StochasticWeightAveraging": ("swa_lrs", "swa_epoch_start"),
-    "BackboneFinetuning": ("unfreeze_backbone_at_epoch",),
+    "BackboneFinetuning": (
+        "unfreeze_backbone_at_epoch",
+        "lambda_func",
+        "backbone_initial_ratio_lr",
+        "backbone_initial_lr",
+        "should_align",
+        "initial_denom_lr",
+        "train_bn",
+        "verbose",
+    ),
     "ModelSummary": ("max_depth",),
     "RichModelSummary": ("max_depth",),
     "DeviceStatsMonitor": ("cpu_stats",),
     "OnExceptionCheckpoint": ("dirpath", "filename"),
-    "TQDMProgressBar": ("refresh_rate",),
+    "TQDMProgressBar": ("refresh_rate", "process_position", "leave"),
+    "RichProgressBar": ("refresh_rate", "leave"),
     "CSVLogger": ("save_dir", "name", "version"),
     "TensorBoardLogger": ("save_dir", "name", "version"),
     "WandbLogger": ("name", "save_dir", "version"),
@@ -269,6 +282,7 @@ _TO_TRAINER: Final = {
     "precision_plugin": "Trainer(precision=)",
 }
 _LEAVE_OUT: Final = "leave it out"
+_REFRESH_RATE: Final = f"{_LEAVE_OUT}, the bar is updated by time; for 0 use Trainer(enable_progress_bar=False)"
 
 #: Replacements of options that a plugin of stratagem does not have under that name.
 OPTIONS: Final[dict[str, dict[str, str]]] = {
@@ -276,10 +290,14 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
         "filepath": "dirpath= and filename=", "period": "every_n_epochs=", "every_n_val_epochs": "every_n_epochs=",
         "prefix": "filename=",
     },
-    "EarlyStopping": {"log_rank_zero_only": "nothing: only rank 0 prints"},
+    "EarlyStopping": {"log_rank_zero_only": f"{_LEAVE_OUT}, only rank 0 prints"},
     "CSVLogger": {"flush_logs_every_n_steps": "flush_every_n_steps=", "prefix": _LEAVE_OUT},
-    "TQDMProgressBar": {"process_position": _LEAVE_OUT},
-    "RichProgressBar": {"refresh_rate": "refresh_every_s=", "theme": _LEAVE_OUT, "leave": _LEAVE_OUT},
+    "TQDMProgressBar": {"process_position": _LEAVE_OUT, "leave": _LEAVE_OUT, "refresh_rate": _REFRESH_RATE},
+    "RichProgressBar": {
+        "refresh_rate": _REFRESH_RATE, "theme": _LEAVE_OUT, "leave": _LEAVE_OUT, "console_kwargs": _LEAVE_OUT,
+    },
+    "BackboneFinetuning": {"lambda_func": "multiplier=, its factor", "verbose": _LEAVE_OUT, "rounding": _LEAVE_OUT},
+    "StochasticWeightAveraging": {"device": _LEAVE_OUT},
     "DDPStrategy": _TO_TRAINER,
     "FSDPStrategy": _TO_TRAINER | {
         "activation_checkpointing": "activation_checkpointing_policy=", "process_group": "device_mesh=",
@@ -287,5 +305,6 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
     },
     "DeepSpeedStrategy": _TO_TRAINER | {"save_full_weights": _LEAVE_OUT},
 }  # fmt: skip
+OPTIONS["ProgressBar"] = OPTIONS["TQDMProgressBar"]
 OPTIONS["DDPPlugin"] = OPTIONS["DDPStrategy"]
 OPTIONS["DeepSpeedPlugin"] = OPTIONS["DeepSpeedStrategy"]

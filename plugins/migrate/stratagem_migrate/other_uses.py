@@ -56,3 +56,33 @@ def utilities(source: Source) -> Iterator[Finding]:
             if package.startswith("lightning_utilities") and last in _RANK_ZERO:
                 instead = "stratagem.rank_zero_only" if last == "rank_zero_only" else "if trainer.is_global_zero:"
                 yield source.finding(node, CHANGE, short(node), instead, "without Lightning no rank is set")
+
+
+def copied_lists(source: Source) -> Iterator[Finding]:
+    """Find ``trainer.callbacks.append(callback)``, which changes a copy."""
+    for node in source.nodes:
+        match node:
+            case ast.Call(
+                func=ast.Attribute(
+                    attr="append" | "extend" | "insert" | "remove",
+                    value=ast.Attribute(attr="callbacks" | "loggers" as name, value=owner),
+                )
+            ):
+                if source.is_trainer(owner) and source.is_about_lightning:
+                    argument = {"callbacks": "callbacks", "loggers": "logger"}[name]
+                    yield source.finding(node, CHANGE, short(node), f"Trainer({argument}=[...])",
+                                         f"trainer.{name} is a copy")  # fmt: skip
+
+
+def private_of_loggers(source: Source) -> Iterator[Finding]:
+    """Find ``trainer.logger._log_graph = True``: attributes of Lightning's `TensorBoardLogger`."""
+    for statement in assigned_to_loggers(source):
+        yield source.finding(statement, CHANGE, short(statement), "leave it out", "no logger here reads it")
+
+
+def assigned_to_loggers(source: Source) -> Iterator[ast.Assign]:
+    for node in source.nodes:
+        match node:
+            case ast.Assign(targets=[ast.Attribute(attr="_log_graph" | "_default_hp_metric")]):
+                if source.is_about_lightning:
+                    yield node

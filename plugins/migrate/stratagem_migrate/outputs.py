@@ -15,6 +15,12 @@ _NOTE = "outputs is what training_step returned, with its graph, and not always 
 
 def of_training(source: Source) -> Iterator[Finding]:
     """Find uses of ``outputs["loss"]`` where `training_step` returns, or may return, a tensor."""
+    for use, name, is_tensor in uses(source):
+        yield source.finding(use, CHANGE if is_tensor else CHECK, short(use), instead(name, is_tensor), _NOTE)
+
+
+def uses(source: Source) -> Iterator[tuple[ast.expr, str, bool]]:
+    """Yield each use with the name of the argument, and whether `training_step` of the class returns a tensor."""
     for role, position in _POSITION.items():
         for cls in source.of_role(role):
             named = {method.name: method for method in methods(cls)}
@@ -24,13 +30,12 @@ def of_training(source: Source) -> Iterator[Finding]:
             given = [argument.arg for argument in method.args.args[1:]]
             name = "outputs" if "outputs" in given else given[position] if len(given) > position else ""
             for use in _lookups(method, name):
-                yield _finding(source, use, name, step is not None)
+                yield use, name, step is not None
 
 
-def _finding(source: Source, use: ast.expr, name: str, is_tensor: bool) -> Finding:
+def instead(name: str, is_tensor: bool) -> str:
     """Return what to write: the tensor where `training_step` of the class returns one, otherwise either."""
-    new = name if is_tensor else f'{name}["loss"] if isinstance({name}, dict) else {name}'
-    return source.finding(use, CHANGE if is_tensor else CHECK, short(use), new, _NOTE)
+    return name if is_tensor else f'{name}["loss"] if isinstance({name}, dict) else {name}'
 
 
 def _lookups(method: ast.AST, name: str) -> Iterator[ast.expr]:

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from attrs import Factory, frozen
+
 from stratagem.errors import ConfigError
+from stratagem_migrate.files import ProjectFile
 from stratagem_migrate.findings import Finding
 
 #: Names of Lightning's packages; longer ones first.
@@ -28,6 +31,20 @@ _ROLES: Final = {
 _MODULE_METHODS: Final = {"training_step", "configure_optimizers"}
 
 
+@frozen
+class Elsewhere:
+    """What the other files of a project tell about a script."""
+
+    #: The roles of their classes, by name.
+    roles: Mapping[str, str] = Factory(dict)
+    #: Names that they may import from the script.
+    imported: frozenset[str] = frozenset()
+
+
+#: What a script is told that is read without others.
+ALONE: Final = Elsewhere()
+
+
 class _Unknown:
     """The value of an expression that is known only at run time."""
 
@@ -35,19 +52,18 @@ class _Unknown:
 UNKNOWN: Final = _Unknown()
 
 
-class Source:
+class Source(ProjectFile):
     """A parsed script.
 
     Names are looked up in the whole file: of a name with two meanings in two functions, the last is used.
     """
 
-    def __init__(self, path: Path, content: bytes, elsewhere: Mapping[str, str] | None = None) -> None:
-        """Parse `content`; `elsewhere` has the roles of the classes of other files, by name."""
+    def __init__(self, path: Path, content: bytes, elsewhere: Elsewhere = ALONE) -> None:
         self.path = path
-        self.tree = _parse(path, content)
+        self.tree = parse(str(path), content)
         self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
         self.text = content.decode(self.encoding)
-        self.elsewhere = elsewhere or {}
+        self.elsewhere = elsewhere
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.aliases = _aliases(self.nodes)
@@ -57,8 +73,11 @@ class Source:
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
         )
         self.constants = _bound_once(self.nodes)
-        self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
-        self.roles = {name: self._role(node, ()) for name, node in self.classes.items()}
+        definitions = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        self.classes = {node.name: node for node in definitions}
+        #: Each class with its role; a notebook may define a name in several cells.
+        self._definitions = [(node, self._role(node, ())) for node in definitions]
+        self.roles = {node.name: role for node, role in self._definitions}
         self.trainers = self._trainers()
         #: Attributes that the script sets on a trainer.
         self.set_on_trainers = frozenset(
@@ -67,11 +86,28 @@ class Source:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and self.is_trainer(node.value)
         )
 
-    def with_roles(self, elsewhere: Mapping[str, str]) -> Source:
-        """Return this script, its classes seen with the roles of those of other files."""
-        if any(_base_names(each) & elsewhere.keys() for each in self.classes.values()):
-            return Source(self.path, self.text.encode(self.encoding), elsewhere)
-        return self
+    def seen_with(self, elsewhere: Elsewhere) -> Source:
+        """Return this script as one file of a project."""
+        return Source(self.path, self.text.encode(self.encoding), elsewhere)
+
+    def with_text(self, text: str) -> Source:
+        return Source(self.path, text.encode(self.encoding), self.elsewhere)
+
+    @property
+    def parts(self) -> list[str]:
+        """What Python compiles: the script, or each cell of a notebook."""
+        return [self.text]
+
+    @property
+    def imported(self) -> set[str]:
+        """The names that the script may import from other files of its project."""
+        found = {
+            alias.name
+            for node in self.nodes
+            if isinstance(node, ast.ImportFrom) and (node.level or within_lightning(str(node.module)) is None)
+            for alias in node.names
+        }
+        return found | {node.id for node in self.nodes if isinstance(node, ast.Name)} if "*" in found else found
 
     @property
     def is_about_lightning(self) -> bool:
@@ -138,7 +174,7 @@ class Source:
 
     def of_role(self, role: str) -> Iterator[ast.ClassDef]:
         """Yield the classes with `role` "module", "data" or "callback"."""
-        return (node for name, node in self.classes.items() if self.roles[name] == role)
+        return (node for node, found in self._definitions if found == role)
 
     def finding(self, node: Any, certainty: str, old: str, new: str, note: str = "") -> Finding:
         return Finding(str(self.path), node.lineno, node.col_offset + 1, certainty, old, new, note)
@@ -152,14 +188,14 @@ class Source:
             last = name.rpartition(".")[2]
             if self.lightning(base) is not None and last in _ROLES:
                 return _ROLES[last]
-            if self.lightning(base) is not None and name.startswith("callbacks."):
+            if (self.known(base) or "").startswith("callbacks."):
                 return "callback"
             if last in self.classes and last not in (*seen, node.name):
                 role = self._role(self.classes[last], (*seen, node.name))
                 if role is not None:
                     return role
-            if last in self.elsewhere and last not in self.classes:
-                return self.elsewhere[last]
+            if last in self.elsewhere.roles and last not in self.classes:
+                return self.elsewhere.roles[last]
         return "module" if {method.name for method in methods(node)} >= _MODULE_METHODS else None
 
     def _trainers(self) -> set[str]:
@@ -186,12 +222,8 @@ def content_of(path: Path) -> bytes:
     """Return what the file at `path` holds.
 
     Raises:
-        ConfigError: it cannot be read, or is a notebook.
+        ConfigError: it cannot be read.
     """
-    if path.suffix == ".ipynb":
-        raise ConfigError(
-            f"{path} is a notebook", expected="a Python script", do=f"run `jupyter nbconvert --to script {path}` first"
-        )
     try:
         return path.read_bytes()
     except OSError as error:
@@ -232,15 +264,16 @@ def short(node: ast.AST, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def _base_names(node: ast.ClassDef) -> set[str]:
-    return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+def parse(path: str, text: bytes) -> ast.Module:
+    """Return the syntax tree of a script.
 
-
-def _parse(path: Path, text: bytes) -> ast.Module:
+    Raises:
+        ConfigError: it is not Python.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the script
-            return ast.parse(text, str(path))
+            return ast.parse(text, path)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         raise ConfigError(f"{path} is not Python ({error.msg}{where})", expected="a Python 3 script") from error

@@ -10,7 +10,7 @@ from typing import Final
 from stratagem.errors import nearest
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, Finding
-from stratagem_migrate.source import Source, short
+from stratagem_migrate.source import Source, last_name, short
 
 #: Attributes of Lightning's Trainer that ours does not have, and their replacements.
 TRAINER: Final[dict[str, tuple[str, str]]] = {
@@ -31,9 +31,10 @@ TRAINER: Final[dict[str, tuple[str, str]]] = {
     "progress_bar_callback": ("trainer.callbacks", ""),
     "progress_bar_dict": ("trainer.progress_bar_metrics", ""),
     "fit_loop": ("trainer.current_epoch, trainer.global_step", ""),
-    "add_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
-    "from_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
-    "parse_argparser": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
+    **dict.fromkeys(
+        ("add_argparse_args", "from_argparse_args", "parse_argparser"),
+        ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
+    ),
 }
 #: Attributes of Lightning's Trainer for its strategy.
 STRATEGIES: Final = ("strategy", "training_type_plugin", "accelerator")
@@ -65,7 +66,7 @@ def on_trainer(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _on_trainer(source, node):
             yield from _trainer_attribute(source, node)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and source.is_trainer(node.func.value):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _on_trainer(source, node.func):
             yield from _trainer_call(source, node, node.func.attr)
 
 
@@ -82,6 +83,8 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
             yield source.finding(node, CHANGE, f"{old}.{parent.attr}", STRATEGY[parent.attr])
     elif name in installed.trainer_attributes() | source.set_on_trainers or _is_special(name):
         return
+    elif name == "from_argparse_args" and (own := _own_option(source)):
+        yield source.finding(node, CHANGE, old, *_beside(own))
     elif name in TRAINER:
         yield source.finding(node, CHANGE, old, *TRAINER[name])
     elif name in installed.trainer_arguments():
@@ -91,12 +94,26 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
         yield source.finding(node, CHANGE, old, "", f"the Trainer has no such attribute; {hint}".removesuffix("; "))
 
 
+def _own_option(source: Source) -> str:
+    """Return the first option that the script adds to a parser of its own; empty if it adds none."""
+    added = (node for node in source.nodes if isinstance(node, ast.Call) and last_name(node) == "add_argument")
+    return next((str(source.literal(node.args[0])) for node in added if node.args), "")
+
+
+def _beside(own: str) -> tuple[str, str]:
+    new = "args, rest = parser.parse_known_args(), and stratagem.Trainer.from_cli(rest)"
+    return new, f"from_cli() would read {own} as an argument of the Trainer"
+
+
 def _is_special(name: str) -> bool:
     """Whether the name is Python's or hydra's, such as ``cfg.trainer._target_``."""
     return name.startswith("_") and name.endswith("_")
 
 
 def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
+    own = _own_option(source) if method == "from_cli" and not node.args else ""
+    if own:
+        yield source.finding(node, CHANGE, short(node), *_beside(own))
     if method not in STAGES:
         return
     known, given = installed.parameters("Trainer", method), {keyword.arg for keyword in node.keywords}
@@ -143,7 +160,7 @@ def loading(source: Source) -> Iterator[Finding]:
     if not source.is_about_lightning:
         return
     replaced = {"hparams_file": "arguments of __init__ by name",
-                "weights_only": "nothing: a checkpoint never runs code"}  # fmt: skip
+                "weights_only": "leave it out, a checkpoint never runs code"}  # fmt: skip
     for node in source.nodes:
         match node:
             case ast.Call(func=ast.Attribute(attr="load_from_checkpoint")):

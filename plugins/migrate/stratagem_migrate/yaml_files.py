@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 from attrs import evolve, frozen
 
 from stratagem.errors import ConfigError
 from stratagem_migrate import installed
+from stratagem_migrate.files import ProjectFile
 from stratagem_migrate.findings import CHANGE, Finding
 from stratagem_migrate.names import NAMES
 from stratagem_migrate.source import UNKNOWN, Source, within_lightning
 from stratagem_migrate.yaml_edits import YamlEdits, as_yaml, entries, entry, value_of
+
+if TYPE_CHECKING:
+    from stratagem_migrate.rewriting.translations import Given, New
 
 #: Keys of hydra that are not arguments.
 _OF_HYDRA: Final = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
@@ -44,7 +48,7 @@ class Built:
             yield from (each for each in entries(self.arguments) if each[0].value not in _OF_HYDRA)
 
 
-class YamlFile:
+class YamlFile(ProjectFile):
     """A parsed YAML file."""
 
     def __init__(self, path: Path, content: bytes) -> None:
@@ -54,11 +58,14 @@ class YamlFile:
             self.text = content.decode(self.encoding)
             self.root: Any = yaml.compose(self.text, yaml.SafeLoader)
         except (UnicodeDecodeError, yaml.YAMLError) as error:
-            if b"lightning" in content:
+            if b"lightning" in content or b"trainer:" in content:
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"{path} is not YAML ({reason})", expected="one document of YAML in UTF-8") from error
             self.text, self.root, self.encoding = content.decode("latin-1"), None, "latin-1"
         self.built = list(_built(self.root)) if self.root is not None else []
+
+    def with_text(self, text: str) -> YamlFile:
+        return YamlFile(self.path, text.encode(self.encoding))
 
     @property
     def is_of_cli(self) -> bool:
@@ -155,7 +162,7 @@ def _apply(file: YamlFile, change: Callable[[YamlFile, YamlEdits], None]) -> Yam
         return file
     edits = YamlEdits(file.text)
     change(file, edits)
-    return YamlFile(file.path, edits.apply().encode(file.encoding))
+    return file.with_text(edits.apply())
 
 
 def _rewrite_values(file: YamlFile, edits: YamlEdits) -> None:
@@ -194,6 +201,7 @@ def _plugins_of_trainer(file: YamlFile) -> list[yaml.Node]:
 def _rewrite_target(edits: YamlEdits, built: Built) -> None:
     """Rewrite a class that stays a class: hydra builds it."""
     from stratagem_migrate.rewriting.references import target_of
+    from stratagem_migrate.rewriting.translations import as_in_lightning
 
     target = target_of(within_lightning(built.name) or "")
     if target is None:
@@ -201,21 +209,21 @@ def _rewrite_target(edits: YamlEdits, built: Built) -> None:
     theirs = built.name.rpartition(".")[2]
     edits.replace(built.name_node, f"{target.module}.{target.name}")
     if theirs == "Trainer" and isinstance(built.arguments, yaml.MappingNode):
-        _rewrite_arguments(edits, built.arguments)
+        _rewrite_arguments(edits, built.arguments, as_in_lightning)
     else:
         _rewrite_options(edits, built, theirs)
 
 
-def _rewrite_arguments(edits: YamlEdits, mapping: yaml.MappingNode) -> None:
+def _rewrite_arguments(edits: YamlEdits, mapping: yaml.MappingNode, translate: Callable[[Given], New | None]) -> None:
     """Rewrite the arguments of a Trainer."""
-    from stratagem_migrate.rewriting.translations import CALLBACKS, Given, translated
+    from stratagem_migrate.rewriting.translations import CALLBACKS, Given
 
     values = {key.value: value_of(value) for key, value in entries(mapping) if key.value not in _OF_HYDRA}
     result: dict[str, str | None] = dict.fromkeys(values)
     for key, value in list(entries(mapping)):
         if key.value in _OF_HYDRA:
             continue
-        new = translated(Given(key.value, values[key.value], None, values))
+        new = translate(Given(key.value, values[key.value], None, values))
         if new is None or any(name == CALLBACKS for name, _ in new):
             continue
         texts = [(name, None if text is None else as_yaml(text)) for name, text in new]
@@ -271,9 +279,11 @@ def _rewrite_plugin(edits: YamlEdits, built: Built) -> None:
 
 
 def _rewrite_sections(file: YamlFile, edits: YamlEdits) -> None:
+    from stratagem_migrate.rewriting.translations import translated
+
     trainer, seed = entry(file.root, "trainer"), entry(file.root, "seed_everything")
     if isinstance(trainer[1], yaml.MappingNode):
-        _rewrite_arguments(edits, trainer[1])
+        _rewrite_arguments(edits, trainer[1], translated)
     if seed is not None:
         value = value_of(seed[1])
         if value is None or value is False:

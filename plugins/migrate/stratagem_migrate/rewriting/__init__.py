@@ -8,7 +8,8 @@ from stratagem.errors import ConfigError
 from stratagem_migrate.rewriting.attributes import rewrite_functions, rewrite_on_self, rewrite_on_trainers
 from stratagem_migrate.rewriting.edits import Edits
 from stratagem_migrate.rewriting.epoch_ends import rewrite_epoch_ends
-from stratagem_migrate.rewriting.methods import rewrite_callbacks, rewrite_module_methods
+from stratagem_migrate.rewriting.imported import check_that_it_imports
+from stratagem_migrate.rewriting.methods import rewrite_callbacks, rewrite_module_methods, rewrite_outputs
 from stratagem_migrate.rewriting.plugin_calls import rewrite_plugin_calls
 from stratagem_migrate.rewriting.rank_zero import rewrite_rank_zero
 from stratagem_migrate.rewriting.references import Namespace, rewrite_references
@@ -20,7 +21,8 @@ def rewrite(source: Source) -> str:
     """Return the text of the script with every change that is certain.
 
     Raises:
-        ConfigError: libcst cannot read it, or a name of Lightning is one of another package elsewhere in it.
+        ConfigError: libcst cannot read it, a name of Lightning is one of another package elsewhere in it, or the
+            result would not import.
     """
     _check_meanings(source)
     edits = Edits(source)
@@ -29,6 +31,7 @@ def rewrite(source: Source) -> str:
     rewrite_hydra(edits)
     rewrite_plugin_calls(edits, names)
     rewrite_module_methods(edits)
+    rewrite_outputs(edits)
     rewrite_epoch_ends(edits)
     rewrite_rank_zero(edits)
     rewrite_callbacks(edits, names)
@@ -36,7 +39,10 @@ def rewrite(source: Source) -> str:
     rewrite_on_trainers(edits)
     rewrite_functions(edits)
     rewrite_references(edits, names)  # last: it keeps the imports of what is left
-    return edits.apply()
+    text = edits.apply()
+    if text != source.text:
+        check_that_it_imports(source.with_text(text), source)
+    return text
 
 
 def _check_meanings(source: Source) -> None:

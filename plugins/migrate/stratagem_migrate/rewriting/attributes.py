@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import libcst as cst
 
-from stratagem_migrate import installed, own, trainers
+from stratagem_migrate import installed, other_uses, own, strategies, trainers
 from stratagem_migrate.devices_and_env import variable
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code, expression
@@ -106,6 +106,11 @@ def rewrite_on_trainers(edits: Edits) -> None:
                 _rewrite_loading(edits, node)
         elif isinstance(node, ast.If):
             _rewrite_guard(edits, node)
+    for statement in other_uses.assigned_to_loggers(source):
+        edits.remove(statement)
+    for mesh, axis in strategies.named_axes(source):
+        if axis in strategies.AXES:
+            edits.replace(mesh.slice, f'"{strategies.AXES[axis]}"')
 
 
 def _rewrite_attribute(edits: Edits, node: ast.Attribute) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import libcst as cst
 
 from stratagem.discovery.catalog import moved_names
-from stratagem_migrate import installed
+from stratagem_migrate import installed, outputs
 from stratagem_migrate.definitions import is_hook_as_it_is
 from stratagem_migrate.rewriting.edits import Edits, Renamer, expression, with_statements_first
 from stratagem_migrate.rewriting.rank_zero import GUARD, decorator_of
@@ -78,6 +78,13 @@ def _without_parameters(function: Any, gone: Sequence[str]) -> Any:
 
 def _has_star(parameters: Any) -> bool:
     return isinstance(parameters.star_arg, cst.Param | cst.ParamStar)
+
+
+def rewrite_outputs(edits: Edits) -> None:
+    """Rewrite ``outputs["loss"]`` in `on_train_batch_end`: Lightning passes a dictionary of detached values."""
+    for use, name, is_tensor in outputs.uses(edits.source):
+        value = outputs.instead(name, is_tensor)
+        edits.replace(use, f"{name}.detach()" if is_tensor else f"({value}).detach()")
 
 
 # --- Callbacks ---------------------------------------------------------------------------------------------------

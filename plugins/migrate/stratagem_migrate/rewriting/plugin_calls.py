@@ -15,11 +15,23 @@ from stratagem_migrate.source import UNKNOWN, constant
 #: Values with which an option that no plugin has does nothing.
 _OFF: Final = (None, False, "", 0)
 #: Options that only change what is printed.
-_SILENT: Final = {("TQDMProgressBar", "process_position"), ("RichProgressBar", "theme"), ("RichProgressBar", "leave")}
+_SILENT: Final = {
+    ("TQDMProgressBar", "process_position"), ("TQDMProgressBar", "leave"), ("RichProgressBar", "theme"),
+    ("RichProgressBar", "leave"), ("RichProgressBar", "console_kwargs"), ("BackboneFinetuning", "verbose"),
+    ("BackboneFinetuning", "rounding"), ("ProgressBar", "process_position"), ("StochasticWeightAveraging", "device"),
+}  # fmt: skip
+#: Options that no plugin has, with the values that Lightning's classes give them.
+_DEFAULTS: Final[dict[tuple[str, str], Any]] = {
+    ("BackboneFinetuning", "should_align"): True, ("BackboneFinetuning", "initial_denom_lr"): 10.0,
+    ("LearningRateFinder", "mode"): "exponential", ("LearningRateFinder", "update_attr"): True,
+    ("BatchSizeFinder", "batch_arg_name"): "batch_size", ("BatchSizeFinder", "margin"): 0.05,
+}  # fmt: skip
 #: Options with another name and the same meaning.
 _RENAMED: Final = {
     ("ModelCheckpoint", "period"), ("ModelCheckpoint", "every_n_val_epochs"), ("CSVLogger", "flush_logs_every_n_steps"),
 }  # fmt: skip
+#: Sizes of `ModelParallelStrategy`, and of `ParallelStrategy`.
+_SIZES: Final = {"data_parallel_size": "shard", "tensor_parallel_size": "tensor"}
 #: Classes that are another one with an option set.
 _WITH_OPTION: Final = {
     "DDPSpawnStrategy": ("DDPStrategy", "start_method", '"spawn"'),
@@ -35,6 +47,8 @@ def rewrite_plugin_calls(edits: Edits, names: Namespace) -> None:
         theirs = name.rpartition(".")[2]
         if theirs in _WITH_OPTION and edits.source.lightning(node.func) is not None:
             _rewrite_preset(edits, names, node, theirs)
+        elif theirs == "ModelParallelStrategy":
+            _rewrite_sizes(edits, names, node)
         elif theirs in NAMES and NAMES[theirs].plugin is not None and not NAMES[theirs].is_missing:
             _rewrite_options(edits, node, theirs)
 
@@ -46,6 +60,27 @@ def _rewrite_preset(edits: Edits, names: Namespace, node: ast.Call, theirs: str)
     edits.replaced.add(node.func)
     edits.replace(node.func, names.imported(Target("stratagem.strategies", ours)))
     edits.at(node, lambda call: call_arguments.append(call, option, value))
+
+
+def _rewrite_sizes(edits: Edits, names: Namespace, node: ast.Call) -> None:
+    """Rewrite a ``ModelParallelStrategy`` with both sizes; its "auto" has another meaning."""
+    positional = list(_SIZES)[: len(node.args)]
+    given = dict(zip(_SIZES, node.args, strict=False)) | {str(each.arg): each.value for each in node.keywords}
+    known = installed.plugin_options("strategy", "parallel") or frozenset()
+    if _SIZES.keys() - given.keys() or given.keys() - _SIZES.keys() - known:
+        return
+    if any(isinstance(each, ast.Starred) or constant(each) == "auto" for each in given.values()):
+        return
+
+    def change(call: Any) -> Any:
+        call = call_arguments.name_positional(call, positional)
+        for old, new in _SIZES.items():
+            call = call_arguments.rename(call, old, new)
+        return call
+
+    edits.replaced.add(node.func)
+    edits.replace(node.func, names.imported(Target("stratagem.strategies", "ParallelStrategy")))
+    edits.at(node, change)
 
 
 def _rewrite_options(edits: Edits, node: ast.Call, theirs: str) -> None:
@@ -88,7 +123,11 @@ def option_instead(theirs: str, name: str, literal: Any, known: frozenset[str]) 
     advice = OPTIONS.get(theirs, {}).get(name, "")
     if (theirs, name) in _RENAMED and advice[:-1] in known:
         return advice[:-1]
-    if (theirs, name) in _SILENT or (advice == "leave it out" and literal is not UNKNOWN):
+    if (theirs, name) in _SILENT or literal is None or (advice == "leave it out" and literal is not UNKNOWN):
+        return ""
+    if name == "refresh_rate" and isinstance(literal, int) and literal != 0:
+        return ""
+    if _DEFAULTS.get((theirs, name), UNKNOWN) == literal is not UNKNOWN:
         return ""
     is_off = literal is not UNKNOWN and any(literal is each or literal == each for each in _OFF)
     return "" if is_off and name in _DEFAULTS_OFF.get(theirs, ()) else None

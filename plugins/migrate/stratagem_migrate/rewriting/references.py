@@ -18,7 +18,9 @@ from stratagem_migrate.source import Source, within_lightning
 #: What ``from pytorch_lightning import *`` imports.
 _STAR: Final = ("Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything")
 #: Classes that a script derives from; other counterparts are built in another way.
-_BASES: Final = ("LightningModule", "LightningDataModule", "Callback")
+_BASES: Final = (
+    "LightningModule", "LightningDataModule", "Callback", "BaseFinetuning", "WeightAveraging", "BasePredictionWriter",
+)  # fmt: skip
 
 
 @frozen
@@ -122,7 +124,7 @@ def _rewrite_import(edits: Edits, names: Namespace, statement: ast.Import) -> No
     for alias in statement.names:
         bound = alias.asname or alias.name.partition(".")[0]
         is_theirs = within_lightning(alias.name) is not None and not names.is_shadowed(bound)
-        if not (is_theirs and _rewrite_uses(edits, names, bound)):
+        if not (is_theirs and _rewrite_uses(edits, names, bound)) or bound in edits.source.elsewhere.imported:
             kept.append(ast.unparse(alias))
     if len(kept) < len(statement.names):
         new = [f"import {each}" for each in kept]
@@ -194,6 +196,7 @@ def _rewrite_from(edits: Edits, names: Namespace, statement: ast.ImportFrom) -> 
         if target is None:
             gone = not names.is_shadowed(bound) and _rewrite_uses(edits, names, bound)
             gone = gone and (_is_module(alias.name, qualified) or _uses(edits.source, bound))
+            gone = gone and bound not in edits.source.elsewhere.imported
             if gone:
                 changed = True
             else:
@@ -246,7 +249,8 @@ def _rename(
         and (_is_annotation(edits.source, node) or node.value == bound)
         for node in edits.source.nodes
     )  # fmt: skip
-    if not nodes or quoted or names.is_shadowed(bound) or not names.is_free(target.name, meaning):
+    taken = names.is_shadowed(bound) or not names.is_free(target.name, meaning)
+    if not nodes or quoted or taken or bound in edits.source.elsewhere.imported:
         names.reserve(bound, target, statement)
         return target.module, f"{target.name} as {bound}"
     names.reserve(target.name, target, statement)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
+from typing import Any, Final
 
 import libcst as cst
 
 from stratagem_migrate import hydra_calls
+from stratagem_migrate.arguments import accumulates
 from stratagem_migrate.names import NAMES
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code
@@ -42,6 +43,10 @@ def _is_trainer(source: Source, function: ast.expr) -> bool:
     return (source.known(function) or "").rpartition(".")[2] == "Trainer"
 
 
+#: Arguments in which a strategy was chosen by name.
+_PLACES_OF_STRATEGIES: Final = frozenset({"strategy", "accelerator", "distributed_backend"})
+
+
 class _Trainer:
     """One call of the Trainer."""
 
@@ -50,28 +55,34 @@ class _Trainer:
         self.given = {each.arg: each.value for each in call.keywords if each.arg is not None}
         #: The names of the arguments after rewriting, with their texts where they are new.
         self.result: dict[str, str | None] = dict.fromkeys(self.given)
-        #: Whether an object in ``plugins=`` became ``strategy=DDPStrategy(...)``.
-        self.has_ddp = False
 
     def rewrite(self) -> None:
         if len(self.given) < len(self.call.keywords) or self.call.args:  # **options: unknown names
             return
         for name in sorted(self.given, key=_order):
-            self._rewrite_argument(name, self.given[name])
+            if name in self.result or name not in _PLACES_OF_STRATEGIES:
+                self._rewrite_argument(name, self.given[name])
+        if self.source.lightning(self.call.func) is not None and accumulates(self.call):
+            self.edits.at(self.call, lambda call: call_arguments.append(call, "average_short_window", "False"))
 
     def _rewrite_argument(self, name: str, value: ast.expr) -> None:
         if self._by_other_means(name, value):
             return
         literal = constant(value)
-        if name in ("accelerator", "distributed_backend") and literal == "ddp" and self.has_ddp:
-            self._put(name, [])  # the object is the same strategy, with options
-            return
         new = self._of_objects(name, value)
         if new is None:
             given = Given(name, literal, value, self.given)
             new = translated(given)
+        if new is not None and name == "plugins" and "strategy" in dict(new):
+            self._drop_ddp()
         if new is not None and self._fits(name, new):
             self._put(name, new)
+
+    def _drop_ddp(self) -> None:
+        """Drop ``accelerator="ddp"`` beside a strategy in ``plugins=``, which took its place."""
+        for name in _PLACES_OF_STRATEGIES & self.given.keys():
+            if constant(self.given[name]) == "ddp":
+                self._put(name, [])
 
     def _fits(self, name: str, new: New) -> bool:
         """Whether the call does not have the new arguments already."""
@@ -115,7 +126,6 @@ class _Trainer:
                 if kind not in ("strategy", "environment"):
                     return None
                 new.append((kind, None))
-                self.has_ddp |= counterpart.plugin == ("strategy", "ddp")
             else:
                 return None
         return new

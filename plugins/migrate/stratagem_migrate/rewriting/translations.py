@@ -36,16 +36,26 @@ class Given:
 
 def translated(given: Given) -> New | None:
     """Return the arguments in place of `given`; None if it stays, or if that cannot be told."""
-    if given.name in _RENAMED:
-        return [(_RENAMED[given.name], None)]
+    if given.name in RENAMED:
+        return [(RENAMED[given.name], None)]
     answer = _TRANSLATIONS.get(given.name)
     if answer is None or (given.literal is UNKNOWN and given.name != "gpus"):
         return None
     return answer(given)
 
 
+def as_in_lightning(given: Given) -> New | None:
+    """Return what `translated` does, and for a Trainer of Lightning what keeps its numbers."""
+    is_short = given.name == "accumulate_grad_batches" and "average_short_window" not in given.others
+    if is_short and given.literal not in (1, None):
+        return [(given.name, None), ("average_short_window", "False")]
+    return translated(given)
+
+
 def arguments_in(text: str) -> New:
     """Return the keyword arguments that a text of the tables consists of; none if it is more than that."""
+    if "..." in text:  # for the user to fill in
+        return []
     try:
         call = ast.parse(f"f({text})", mode="eval").body
     except SyntaxError:
@@ -163,8 +173,9 @@ def _early_stop(given: Given) -> New | None:
 def _weights_summary(given: Given) -> New | None:
     if given.literal == "full":
         return [(CALLBACKS, '{"name": "model_summary", "max_depth": -1}')]
-    table: dict[Any, New] = {None: [("enable_model_summary", "False")], "top": [("enable_model_summary", "True")]}
-    return table.get(given.literal)
+    if given.literal is None or given.literal == "top":
+        return [("enable_model_summary", str(given.literal == "top"))]
+    return None
 
 
 def _refresh_rate(given: Given) -> New | None:
@@ -185,7 +196,7 @@ def _max_time(given: Given) -> New | None:
     return [("max_time", f"timedelta({', '.join(f'{name}={value!r}' for name, value in given.literal.items())})")]
 
 
-_RENAMED: Final = {
+RENAMED: Final = {
     "replace_sampler_ddp": "use_distributed_sampler",
     "max_nb_epochs": "max_epochs",
     "min_nb_epochs": "min_epochs",
