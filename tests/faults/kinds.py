@@ -13,7 +13,7 @@ KNOWN = {
     "product_skip": r"all_gather", "product_shape": r"all_gather", "killed": r"SIGKILL|is gone", "rank_0_killed": r"SIGKILL|is gone",
     "exit_0": r"code 0|is gone", "error": r"KeyError", "error_in_worker": r"corrupt sample", "stuck": r"is in|did not call",
     "stuck_save": r"is in|did not call", "nan": r"nan|finite", "no_memory": r"memory", "slow_loader": r"loader's next batch",
-    "stopped": r"stopped", "segmentation_fault": r"SIGSEGV", "skipped_backward": r"gradient|backward",
+    "stopped": r"stopped", "segmentation_fault": r"SIGSEGV", "skipped_backward": r"gradient|backward|reaches no trainable",
 }  # fmt: skip
 SET_ASIDE = {
     "dtype": r"float64.*float32", "other_root": r"broadcast\(src=\d\).*where", "extra": r"barrier", "gather_sizes": r"9 elements.*5 elements", "exit_3": r"code 3|is gone",

@@ -92,6 +92,8 @@ def _record(rank, world_size, folder):
             dist.barrier()
         dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4))
         dist.group.WORLD.allreduce(torch.ones(()), dist.ReduceOp.SUM).wait()
+        with pytest.raises(RuntimeError, match="invalid root rank: 7"):
+            dist.broadcast(torch.ones(1), 7)
         recorder.stop(keep=True)
         dist.all_reduce(torch.ones(1))
 
@@ -106,6 +108,7 @@ def test_collectives_are_recorded_however_they_are_called(tmp_path):
         ("all_reduce", 6, "float32", "0,1#1", 0), ("broadcast(src=0)", 5, "float64", f"0,1#{number}", 0),
         ("all_reduce", 1, "float32", f"0,1#{number + 1}", 0), ("barrier", None, "", "0,1#1", 1), ("barrier", None, "", "0,1#1", 2),
         ("all_gather", 4, "float32", "0,1#1", 3), ("all_reduce", 1, "float32", "0,1#1", 4),
+        ("broadcast(src=7)", 1, "float32", "0,1#1", 5),
     ]  # fmt: skip
     assert records[0].site.place.startswith("test_evidence.py:")
     assert [r.site for r in known[0].records] == [r.site for r in records]

@@ -146,7 +146,8 @@ class Recorder:
             self._codes.append(frame.f_code)  # while it lives no other code has its id
             size = None if tensor is None or not _are_equal(parts, tensor) else tensor.numel()
             dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-            op += "" if root is None else f"({_ROOTS[op]}={ranks[root]})"
+            if root is not None:  # torch refuses one that is not in the group, below
+                op += f"({_ROOTS[op]}={ranks[root] if 0 <= root < len(ranks) else root})"
             try:
                 self._ring.add_site(key, Site(op, label, ranks, size, dtype, _place(frame)))
             except OSError:  # a full disk: training goes on without evidence
