@@ -30,6 +30,8 @@ from stratagem_testing.reference import (
     relative_difference,
     train_module_plainly,
 )
+from stratagem_testing.strategy import outer
+from stratagem_testing.strategy.outer import averaging, mix
 from stratagem_testing.training import (
     QUIET,
     EveryBatch,
@@ -64,36 +66,7 @@ class Normalized(Net):
 # --- The reference: copies of a model, trained in turn -----------------------------------------------------------
 
 
-class Copies:
-    """As many models as teams, each trained on its chunk of every batch; `meet` is called with the step, from 1."""
-
-    def __init__(self, teams, make=Net):
-        self.models = [make() for _ in range(teams)]
-        self.optimizers = [model.configure_optimizers() for model in self.models]
-        self.step = 0
-
-    def train(self, batches, meet, accumulate=1, max_norm=None, together_until=0):
-        for window in range(0, len(batches), accumulate):
-            chosen = batches[window : window + accumulate]
-            for place, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-                optimizer.zero_grad()
-                for x, y in chosen:
-                    x, y = x.chunk(len(self.models))[place], y.chunk(len(self.models))[place]
-                    (loss_of(model(x), y) / len(chosen)).backward()
-                if max_norm is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            self.step += 1
-            if self.step <= together_until:
-                for same in zip(*(model.parameters() for model in self.models), strict=True):
-                    mean = torch.stack([parameter.grad for parameter in same]).mean(0)
-                    for parameter in same:
-                        parameter.grad = mean.clone()
-            for optimizer in self.optimizers:
-                optimizer.step()
-            with torch.no_grad():
-                meet(self.step, [list(model.parameters()) for model in self.models])
-        return self
-
+class Copies(outer.Copies):
     def unite(self):
         """What the end of a fit does: one model, and one momentum for the next fit to go on with."""
         average = self.average()
@@ -102,26 +75,6 @@ class Copies:
             model.load_state_dict(average)
         with torch.no_grad():
             mix(momenta, torch.full((len(momenta), len(momenta)), 1 / len(momenta)))
-
-    def average(self):
-        states = [model.state_dict() for model in self.models]
-        return {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
-
-
-def averaging(period, start=0):
-    def meet(step, models):
-        if step <= start or (step - start) % period == 0:
-            mix(models, torch.full((len(models), len(models)), 1 / len(models)))
-
-    return meet
-
-
-def mix(models, weights):
-    """Give each model the sum of all, weighted by its row."""
-    for same in zip(*models, strict=True):
-        stacked = torch.stack(list(same))
-        for parameter, row in zip(same, weights, strict=True):
-            parameter.copy_(torch.tensordot(row, stacked, 1))
 
 
 def outer_steps(period, compressed=lambda gradient: gradient, **options):
@@ -516,7 +469,7 @@ def _begin_with(rank, size, strategy, path):
     looks = LooksAtStart()
     trainer = _fit(size, strategy, Net, path=path, callbacks=[looks], max_epochs=2)
     weights, momentum, outer = looks.found
-    return weights, momentum, trainer.global_step, getattr(outer, "_steps", None)
+    return weights, momentum, trainer.global_step, getattr(outer, "steps", None)
 
 
 @pytest.mark.every_push("single_device-1-diloco-2", "diloco-4-in teams-4")
@@ -818,6 +771,8 @@ def _snippets(rank, size):
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data(64)), batch_size=4)
         names = {"folder": folder, "model": Net(), "loader": loader}
         for source in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+            if "sg.Trainer(" not in source:  # a package in examples/, whose tests run
+                continue
             exec(source, names)
             steps.append(names["trainer"].global_step)
             names["trainer"].close()

@@ -49,46 +49,46 @@ class AsyncAveragingStrategy(OuterStrategy):
             )
 
     def _starts_round(self) -> bool:
-        return self._steps % self.interval_steps == 0
+        return self.steps % self.interval_steps == 0
 
-    def _is_sync_step(self) -> bool:
-        return self._starts_round() or self._steps == self._round_ends_at
+    def is_sync_step(self) -> bool:
+        return self._starts_round() or self.steps == self._round_ends_at
 
-    def _sync(self, run: RunContext) -> None:
-        if self._steps == self._round_ends_at:
+    def sync(self, run: RunContext) -> None:
+        if self.steps == self._round_ends_at:
             self._end_round()
-            mine = self._local_parameters()
+            mine = self.local_parameters()
             for name, change in self._corrections.items():
                 mine[name].add_(change.to(mine[name].device))
             self._corrections = {}
         if self._starts_round():
-            self._round_ends_at = self._steps + self.delay_steps
+            self._round_ends_at = self.steps + self.delay_steps
             self._start_round(run)
 
     def _start_round(self, run: RunContext) -> None:
-        mine = self._local_parameters()
+        mine = self.local_parameters()
         for names in group_into_messages(mine):
             sent = flatten(mine, names, run.device)
-            with self._sync_group.traffic.sent_by(SENDER):
-                self._pending.append((names, sent, self._sync_group.average_async(sent.clone())))
+            with self.sync_group.traffic.sent_by(SENDER):
+                self._pending.append((names, sent, self.sync_group.average_async(sent.clone())))
 
     def _end_round(self) -> None:
         """Wait for the current round, if there is one."""
-        mine = self._local_parameters()
+        mine = self.local_parameters()
         for names, sent, future in self._pending:
             self._corrections |= unflatten(future.wait().sub_(sent), mine, names)
         self._pending = []
 
-    def _finish_pending_sync(self) -> None:
+    def finish_pending_sync(self) -> None:
         self._end_round()
         self._corrections = {}  # their sum over the teams is zero, so they do not change the average
 
-    def _reset_sync_state(self) -> None:
+    def reset_sync_state(self) -> None:
         self._pending, self._corrections, self._round_ends_at = [], {}, 0
 
-    def _rank_sync_state(self) -> dict[str, Any]:
+    def rank_sync_state(self) -> dict[str, Any]:
         self._end_round()
         return {"round_ends_at": self._round_ends_at, "corrections": self._corrections}
 
-    def _load_rank_sync_state(self, state: dict[str, Any]) -> None:
+    def load_rank_sync_state(self, state: dict[str, Any]) -> None:
         self._round_ends_at, self._corrections = state["round_ends_at"], state["corrections"]

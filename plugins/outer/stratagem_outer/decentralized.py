@@ -33,15 +33,15 @@ class DecentralizedStrategy(OuterStrategy):
     #: Optimizer steps between two syncs.
     period: int = field(default=1, validator=at_least(1))
 
-    def _is_sync_step(self) -> bool:
-        return self._steps % self.period == 0
+    def is_sync_step(self) -> bool:
+        return self.steps % self.period == 0
 
-    def _sync(self, run: RunContext) -> None:
+    def sync(self, run: RunContext) -> None:
         mix = self._mix_with_partner if self.topology == "random" else _mix_with_both_neighbors
-        average_in_place(self._local_parameters(), self._sync_group, run.device, mix)
+        average_in_place(self.local_parameters(), self.sync_group, run.device, mix)
 
     def _mix_with_partner(self, message: Tensor, group: Collectives) -> Tensor:
-        other = partner(group.rank, group.world_size, self._steps)
+        other = partner(group.rank, group.world_size, self.steps)
         if other == group.rank:
             return message
         return message.add_(group.send_recv(message, to=other, source=other)).div_(2)

@@ -47,12 +47,12 @@ class DiLoCoStrategy(OuterStrategy):
     _anchor: dict[str, Tensor] = field(init=False, factory=dict)
     _momentum: dict[str, Tensor] = field(init=False, factory=dict)
 
-    def _before_step(self, run: RunContext) -> None:
+    def before_step(self, run: RunContext) -> None:
         if self._anchor.keys() != self._trained.keys():  # the first step, or one with other trained parameters
-            self._reset_sync_state()
+            self.reset_sync_state()
             self._check_compression()
             with torch.no_grad():
-                self._anchor = {name: _to_at_least_fp32(tensor) for name, tensor in self._local_parameters().items()}
+                self._anchor = {name: _to_at_least_fp32(tensor) for name, tensor in self.local_parameters().items()}
 
     def _check_compression(self) -> None:
         if self.compress == "fp16" and all(local_tensor(p).dtype.itemsize <= 2 for p in self._trained.values()):
@@ -61,19 +61,19 @@ class DiLoCoStrategy(OuterStrategy):
                 expected="'int8' or None",
             )
 
-    def _is_sync_step(self) -> bool:
-        return self._steps % self.period == 0
+    def is_sync_step(self) -> bool:
+        return self.steps % self.period == 0
 
-    def _sync(self, run: RunContext) -> None:
-        mine = self._local_parameters()
+    def sync(self, run: RunContext) -> None:
+        mine = self.local_parameters()
         for name, tensor in mine.items():  # the change of this team's parameters, with the sign of a gradient
             tensor.sub_(self._anchor[name]).neg_()
-        for name, gradient in averages(mine, self._sync_group, run.device, _AVERAGES[self.compress]):
+        for name, gradient in averages(mine, self.sync_group, run.device, _AVERAGES[self.compress]):
             anchor = self._anchor[name]
             anchor.sub_(self._direction(name, gradient.to(anchor)), alpha=self.outer_lr)
         for name, tensor in mine.items():
             tensor.copy_(self._anchor[name])
-        self._parameters_in_sync = True
+        self.parameters_in_sync = True
 
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         """Return the direction of a step of torch.optim.SGD."""
@@ -84,14 +84,14 @@ class DiLoCoStrategy(OuterStrategy):
         self._momentum[name] = momentum
         return gradient.add(momentum, alpha=self.outer_momentum) if self.nesterov else momentum
 
-    def _reset_sync_state(self) -> None:
+    def reset_sync_state(self) -> None:
         self._anchor, self._momentum = {}, {}
 
-    def _shared_sync_state(self) -> dict[str, Any]:
+    def shared_sync_state(self) -> dict[str, Any]:
         return {"anchor": self._anchor, "momentum": self._momentum}
 
-    def _load_shared_sync_state(self, state: dict[str, Any]) -> None:
-        devices = {name: tensor.device for name, tensor in self._local_parameters().items()}
+    def load_shared_sync_state(self, state: dict[str, Any]) -> None:
+        devices = {name: tensor.device for name, tensor in self.local_parameters().items()}
         self._anchor = {name: tensor.to(devices[name]) for name, tensor in state["anchor"].items()}
         self._momentum = {name: tensor.to(devices[name]) for name, tensor in state["momentum"].items()}
 

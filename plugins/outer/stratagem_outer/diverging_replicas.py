@@ -61,7 +61,7 @@ class DivergingReplicas(Plugin):
     exact_resume: bool = True
 
     #: The ranks with the same part of the model, one of each team.
-    _sync_group: Collectives = field(init=False, factory=Collectives)
+    sync_group: Collectives = field(init=False, factory=Collectives)
     #: Global rank of the first rank of the sync group.
     _first_of_group: int = field(init=False, default=0)
     _run_ref: Callable[[], Any] = field(init=False, default=_nothing)
@@ -70,10 +70,10 @@ class DivergingReplicas(Plugin):
     _trained: dict[str, Tensor] = field(init=False, factory=dict)
     _frozen: dict[str, Tensor] = field(init=False, factory=dict)
     #: Attempted optimizer steps; batches in manual optimization. The same number on all ranks.
-    _steps: int = field(init=False, default=0)
+    steps: int = field(init=False, default=0)
     _num_syncs: int = field(init=False, default=0)
     #: The trained parameters are equal in all teams.
-    _parameters_in_sync: bool = field(init=False, default=True)
+    parameters_in_sync: bool = field(init=False, default=True)
     #: Parameters, buffers and optimizer state are equal in all teams.
     _in_sync: bool = field(init=False, default=True)
     #: This rank's own parameters and buffers while the average has replaced them; otherwise None.
@@ -81,40 +81,40 @@ class DivergingReplicas(Plugin):
 
     # --- Overridden by each method of averaging -------------------------------------------------------------------
 
-    def _is_sync_step(self) -> bool:
-        """Whether to sync now, after step ``self._steps``."""
+    def is_sync_step(self) -> bool:
+        """Whether to sync now, after step ``self.steps``."""
         raise NotImplementedError
 
-    def _sync(self, run: RunContext) -> None:
-        """Exchange parameters in place; set ``self._parameters_in_sync`` if they are now equal in all teams."""
+    def sync(self, run: RunContext) -> None:
+        """Exchange parameters in place; set ``self.parameters_in_sync`` if they are now equal in all teams."""
         raise NotImplementedError
 
-    def _diverges(self) -> bool:
+    def diverges(self) -> bool:
         """Whether the current step makes the parameters of the teams differ."""
         return True
 
-    def _before_step(self, run: RunContext) -> None:
+    def before_step(self, run: RunContext) -> None:
         """Called before each optimizer step."""
 
-    def _finish_pending_sync(self) -> None:
+    def finish_pending_sync(self) -> None:
         """Complete and discard pending communication: all teams now have the average."""
 
-    def _reset_sync_state(self) -> None:
+    def reset_sync_state(self) -> None:
         """Reset the state of earlier syncs: the parameters were replaced."""
 
-    def _shared_sync_state(self) -> dict[str, Any]:
+    def shared_sync_state(self) -> dict[str, Any]:
         """Return the state of earlier syncs that is equal in all teams."""
         return {}
 
-    def _load_shared_sync_state(self, state: dict[str, Any]) -> None:
-        """Restore what `_shared_sync_state` returned."""
+    def load_shared_sync_state(self, state: dict[str, Any]) -> None:
+        """Restore what `shared_sync_state` returned."""
 
-    def _rank_sync_state(self) -> dict[str, Any]:
+    def rank_sync_state(self) -> dict[str, Any]:
         """Return the state of earlier syncs that only this rank has."""
         return {}
 
-    def _load_rank_sync_state(self, state: dict[str, Any]) -> None:
-        """Restore what `_rank_sync_state` returned."""
+    def load_rank_sync_state(self, state: dict[str, Any]) -> None:
+        """Restore what `rank_sync_state` returned."""
 
     # --- The start -----------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class DivergingReplicas(Plugin):
         wrapped = yield
         with torch.no_grad():
             tensors = _local(_held(_model(run).named_parameters())) | _local_buffers(run)
-            broadcast_from_first(tensors, self._sync_group, run.device)
+            broadcast_from_first(tensors, self.sync_group, run.device)
         return wrapped
 
     @hookimpl(wrapper=True)
@@ -150,15 +150,15 @@ class DivergingReplicas(Plugin):
                 do="combine both in one module whose forward takes either input",
             )
         self._run_ref, self._module_ref = weakref.ref(run), weakref.ref(_model(run))
-        self._steps = self._num_syncs = 0
-        self._parameters_in_sync = self._in_sync = True
-        self._reset_sync_state()
+        self.steps = self._num_syncs = 0
+        self.parameters_in_sync = self._in_sync = True
+        self.reset_sync_state()
 
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
     def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
-        self._before_step(run)
+        self.before_step(run)
         stepped = yield
         if not run.manual:
             self._check_trained(run)
@@ -168,7 +168,7 @@ class DivergingReplicas(Plugin):
     @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_start(self, run: RunContext) -> None:
         if run.manual:
-            self._before_step(run)
+            self.before_step(run)
 
     @hookimpl(optionalhook=True, tryfirst=True)
     def on_train_batch_end(self, run: RunContext) -> None:
@@ -178,12 +178,12 @@ class DivergingReplicas(Plugin):
 
     def _count_step(self, run: RunContext) -> None:
         self._in_sync = False
-        self._parameters_in_sync = self._parameters_in_sync and not self._diverges()
-        self._steps += 1
-        if self._is_sync_step():
+        self.parameters_in_sync = self.parameters_in_sync and not self.diverges()
+        self.steps += 1
+        if self.is_sync_step():
             self._check_frozen()
             with torch.no_grad():
-                self._sync(run)
+                self.sync(run)
             self._num_syncs += 1
 
     def _check_trained(self, run: RunContext) -> None:
@@ -205,7 +205,7 @@ class DivergingReplicas(Plugin):
                 do="begin with it trainable, or train in two fits",
             )
 
-    def _local_parameters(self) -> dict[str, Tensor]:
+    def local_parameters(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained parameter, by name, sharing its memory."""
         return _local(self._trained)
 
@@ -227,14 +227,14 @@ class DivergingReplicas(Plugin):
         if self._in_sync:
             return
         self._swap_in_average(run)
-        self._own_values, self._parameters_in_sync, self._in_sync = None, True, True
-        self._finish_pending_sync()
+        self._own_values, self.parameters_in_sync, self._in_sync = None, True, True
+        self.finish_pending_sync()
         counts = {name: buffer for name, buffer in _local_buffers(run).items() if not is_averaged(buffer)}
         with torch.no_grad():
-            broadcast_from_first(counts, self._sync_group, run.device)
+            broadcast_from_first(counts, self.sync_group, run.device)
         if self._num_syncs == 0 and run.is_global_zero:
             warnings.warn(
-                f"{self.path} trained {self._steps} steps without a sync, and averaged the models only at the end; "
+                f"{self.path} trained {self.steps} steps without a sync, and averaged the models only at the end; "
                 "set a shorter period",
                 stacklevel=2,
             )
@@ -249,8 +249,8 @@ class DivergingReplicas(Plugin):
             self._own_values = on_cpu(tensors)
             parameters = {name: tensor for name, tensor in tensors.items() if name in self._trained}
             buffers = {name: tensor for name, tensor in tensors.items() if name not in self._trained}
-            average_in_place(parameters, self._sync_group, run.device)
-            average_in_place(buffers, self._sync_group, run.device, mean_where_different)
+            average_in_place(parameters, self.sync_group, run.device)
+            average_in_place(buffers, self.sync_group, run.device, mean_where_different)
 
     def _restore_own_values(self, run: RunContext) -> None:
         if self._own_values is None:
@@ -266,7 +266,7 @@ class DivergingReplicas(Plugin):
         if self._in_sync:
             return {}
         buffers = {name: buffer for name, buffer in _local_buffers(run).items() if is_averaged(buffer)}
-        return buffers if self._parameters_in_sync else self._local_parameters() | buffers
+        return buffers if self.parameters_in_sync else self.local_parameters() | buffers
 
     # --- State ---------------------------------------------------------------------------------------------------
 
@@ -284,16 +284,16 @@ class DivergingReplicas(Plugin):
     @hookimpl(wrapper=True)
     def load_model_state(self) -> Generator[None, bool, bool]:
         done = yield
-        self._parameters_in_sync, self._in_sync, self._own_values = True, True, None
-        self._reset_sync_state()
+        self.parameters_in_sync, self._in_sync, self._own_values = True, True, None
+        self.reset_sync_state()
         return done
 
     @hookimpl(wrapper=True)
     def optimizer_state(self, optimizer: Optimizer, run: RunContext) -> Generator[None, dict[str, Any], dict[str, Any]]:
         with torch.no_grad():
-            moments = averaged_moments(optimizer, self._sync_group)
+            moments = averaged_moments(optimizer, self.sync_group)
             own = on_cpu(moments)
-            average_in_place(moments, self._sync_group, run.device)
+            average_in_place(moments, self.sync_group, run.device)
             try:
                 state = yield
                 return self._without_duplicate_shards(copied_if_shared(state, moments), run)
@@ -303,27 +303,27 @@ class DivergingReplicas(Plugin):
 
     def _without_duplicate_shards(self, state: dict[str, Any], run: RunContext) -> dict[str, Any]:
         """Return `state` without its shards on all but the first team if it is saved in shards, which teams share."""
-        offered: dict[str, Any] = state if run.whole_state or self._sync_group.rank == 0 else without_shards(state)
+        offered: dict[str, Any] = state if run.whole_state or self.sync_group.rank == 0 else without_shards(state)
         return offered
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "syncs": self._num_syncs}
+        return {"steps": self.steps, "syncs": self._num_syncs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps, self._num_syncs = state["steps"], state["syncs"]
+        self.steps, self._num_syncs = state["steps"], state["syncs"]
 
     def rank_state(self, run: RunContext) -> dict[str, Any]:
         """Return this rank's own values."""
         if not self.exact_resume:
             return {}
         return {
-            "num_teams": self._sync_group.world_size,
-            "parameters_in_sync": self._parameters_in_sync,
+            "num_teams": self.sync_group.world_size,
+            "parameters_in_sync": self.parameters_in_sync,
             "in_sync": self._in_sync,
             "values": on_cpu(self._diverging_tensors(run) if self._own_values is None else self._own_values),
             "optimizers": [local_state(optimizer) for optimizer in run.optimizers],
-            "shared_sync_state": on_cpu(self._shared_sync_state()) if self._sync_group.rank == 0 else {},
-            "rank_sync_state": on_cpu(self._rank_sync_state()),
+            "shared_sync_state": on_cpu(self.shared_sync_state()) if self.sync_group.rank == 0 else {},
+            "rank_sync_state": on_cpu(self.rank_sync_state()),
         }
 
     def load_rank_states(self, states: list[dict[str, Any]], run: RunContext) -> None:
@@ -333,28 +333,28 @@ class DivergingReplicas(Plugin):
         mine = states[run.rank]
         if run.collectives.any(not self._is_compatible(mine, run)):
             return
-        self._parameters_in_sync, self._in_sync = mine["parameters_in_sync"], mine["in_sync"]
+        self.parameters_in_sync, self._in_sync = mine["parameters_in_sync"], mine["in_sync"]
         with torch.no_grad():
             tensors = self._diverging_tensors(run)
             for name, tensor in mine["values"].items():
                 tensors[name].copy_(tensor)
             for optimizer, entries in zip(run.optimizers, mine["optimizers"], strict=True):
                 restore_local_state(optimizer, entries)
-            self._load_shared_sync_state(on_device(run.device, states[self._first_of_group]["shared_sync_state"]))
-            self._load_rank_sync_state(on_device(run.device, mine["rank_sync_state"]))
+            self.load_shared_sync_state(on_device(run.device, states[self._first_of_group]["shared_sync_state"]))
+            self.load_rank_sync_state(on_device(run.device, mine["rank_sync_state"]))
 
     def _is_compatible(self, state: dict[str, Any], run: RunContext) -> bool:
         """Whether a rank's saved values fit this rank: the same number of teams, and shards of the same shapes."""
-        own = self._local_parameters() | _local_buffers(run)
-        return state["num_teams"] == self._sync_group.world_size and all(
+        own = self.local_parameters() | _local_buffers(run)
+        return state["num_teams"] == self.sync_group.world_size and all(
             name in own and own[name].shape == tensor.shape for name, tensor in state["values"].items()
         )
 
     @hookimpl
     def teardown(self) -> None:
         self._run_ref, self._module_ref, self._own_values = _nothing, _nothing, None
-        self._trained, self._frozen, self._sync_group = {}, {}, Collectives()
-        self._reset_sync_state()
+        self._trained, self._frozen, self.sync_group = {}, {}, Collectives()
+        self.reset_sync_state()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in options(type(self))}

@@ -29,9 +29,9 @@ class LocalSGDStrategy(OuterStrategy):
     #: Until this step the parameters are averaged after every step: early steps are large, and replicas would diverge.
     start_step: int = field(default=0, validator=at_least(0))
 
-    def _is_sync_step(self) -> bool:
-        return self._steps <= self.start_step or (self._steps - self.start_step) % self.period == 0
+    def is_sync_step(self) -> bool:
+        return self.steps <= self.start_step or (self.steps - self.start_step) % self.period == 0
 
-    def _sync(self, run: RunContext) -> None:
-        average_in_place(self._local_parameters(), self._sync_group, run.device)
-        self._parameters_in_sync = True
+    def sync(self, run: RunContext) -> None:
+        average_in_place(self.local_parameters(), self.sync_group, run.device)
+        self.parameters_in_sync = True

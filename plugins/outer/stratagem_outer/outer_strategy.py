@@ -73,6 +73,6 @@ class OuterStrategy(DivergingReplicas, Strategy):
     def connect(self, world: World, run: RunContext) -> Generator[None, Collectives, Collectives]:
         collectives = yield
         size = run.peers_world.world_size
-        self._sync_group = collectives.split([list(range(first, world.world_size, size)) for first in range(size)])
+        self.sync_group = collectives.split([list(range(first, world.world_size, size)) for first in range(size)])
         self._first_of_group = world.rank % size
         return collectives

@@ -55,7 +55,7 @@ class PostLocalSGD(DivergingReplicas, CommHook):
     @hookimpl(wrapper=True)
     def connect(self, world: World) -> Generator[None, Collectives, Collectives]:
         size = self._size_of_subgroup(world)
-        self._sync_group = collectives = yield
+        self.sync_group = collectives = yield
         if size == world.world_size:
             self._subgroup = collectives
             if world.rank == 0 and size > 1:
@@ -87,19 +87,19 @@ class PostLocalSGD(DivergingReplicas, CommHook):
 
     @hookimpl
     def reduce_bucket(self, bucket: Bucket) -> Generator[Any, Any, Tensor]:
-        sent = self._subgroup.average_async(bucket.buffer) if self._diverges() else bucket.buffer
+        sent = self._subgroup.average_async(bucket.buffer) if self.diverges() else bucket.buffer
         average: Tensor = yield sent
         return average
 
-    def _diverges(self) -> bool:
-        return self._steps >= self.start_localSGD_iter and self._subgroup is not self._sync_group
+    def diverges(self) -> bool:
+        return self.steps >= self.start_localSGD_iter and self._subgroup is not self.sync_group
 
-    def _is_sync_step(self) -> bool:
+    def is_sync_step(self) -> bool:
         assert self.model_averaging_period is not None, "the constructor refuses None"
-        diverged = self._steps - self.start_localSGD_iter
+        diverged = self.steps - self.start_localSGD_iter
         return diverged > 0 and diverged % self.model_averaging_period == 0
 
-    def _sync(self, run: RunContext) -> None:
-        mine = {} if self._subgroup is self._sync_group else self._local_parameters()
-        average_in_place(mine, self._sync_group, run.device)
-        self._parameters_in_sync = True
+    def sync(self, run: RunContext) -> None:
+        mine = {} if self._subgroup is self.sync_group else self.local_parameters()
+        average_in_place(mine, self.sync_group, run.device)
+        self.parameters_in_sync = True

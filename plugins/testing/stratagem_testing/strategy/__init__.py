@@ -7,6 +7,7 @@ from stratagem_testing.strategy.combinations import CombinationChecks
 from stratagem_testing.strategy.data import DataChecks
 from stratagem_testing.strategy.mesh import MeshChecks
 from stratagem_testing.strategy.optimization import OptimizationChecks
+from stratagem_testing.strategy.outer import OuterChecks
 from stratagem_testing.strategy.plans import PlanChecks
 from stratagem_testing.strategy.processes import ProcessChecks
 from stratagem_testing.strategy.state import StateChecks
@@ -16,6 +17,7 @@ from stratagem_testing.strategy.weights import WeightChecks
 # Checks run from the last base class to the first.
 class StrategyConformance(
     PlanChecks,
+    OuterChecks,
     ProcessChecks,
     DataChecks,
     MeshChecks,
