@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import collections
 import zipfile
 from pathlib import Path
 
@@ -296,16 +296,17 @@ class Bomb:
 
 def test_objects_among_the_hyper_parameters_are_left_out(tmp_path, capsys):
     path = rewritten(tmp_path, hyper_parameters={
-        "width": 8, "criterion": Criterion(), "paths": [Path("/data"), Criterion()], "args": argparse.Namespace(lr=1.0),
-        "bomb": Bomb(),
+        "width": 8, "criterion": Criterion(), "path": [Path("/data")], "args": argparse.Namespace(lr=1.0), "bomb": Bomb(),
+        "layers": {"sizes": [1, 2], "made_by": [Criterion, 3]}, "names": collections.defaultdict(list, x=[1]),
     })  # fmt: skip
 
     state = read_any(path)
-    assert state["hyper_parameters"] == {"width": 8, "paths": [os.fspath(Path("/data"))], "args": {"lr": 1.0}}
-    assert state["hparams_left_out"] == ["criterion", "paths[1]", "bomb"]
+    kept = {"width": 8, "path": ["/data"], "args": {"lr": 1.0}, "names": {"x": [1]}}
+    assert state["hyper_parameters"] == kept
+    assert state["hparams_left_out"] == ["criterion", "bomb", "layers"]
     continued(path, 8, max_epochs=1)
     assert (
-        "Not taken: hyper_parameters.criterion, hyper_parameters.paths[1], hyper_parameters.bomb"
+        "Not taken: hyper_parameters.criterion, hyper_parameters.bomb, hyper_parameters.layers.made_by[0]"
         in capsys.readouterr().out
     )
     with pytest.raises(CheckpointError, match="Asked needs 'criterion', which is not a hyper-parameter"):

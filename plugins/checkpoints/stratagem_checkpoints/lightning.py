@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ VERSION = "pytorch-lightning_version"
 _HPARAMS = "hyper_parameters"
 
 
-class _Mapping(dict[str, Any]):
-    """Stands for the dictionaries with attributes of configuration libraries."""
+class _Mapping:
+    """Stands for classes of dictionaries: makes a plain one, which torch then fills."""
+
+    def __new__(cls, *_: Any) -> Any:
+        return {}
 
 
 class _LeftOut:
@@ -42,6 +46,7 @@ class _LeftOut:
 #: Classes that only hold data, by the names that checkpoints have for them.
 _DATA: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
+    "collections.defaultdict": _Mapping,
     "lightning_fabric.utilities.data.AttributeDict": _Mapping,
     "lightning.fabric.utilities.data.AttributeDict": _Mapping,
     "pathlib.PosixPath": pathlib.PurePosixPath,
@@ -54,33 +59,41 @@ def read(path: Path) -> dict[str, Any] | None:
     unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     allowed = [(_DATA.get(name) or type("_LeftOut", (_LeftOut,), {}), name) for name in unknown]
     with torch.serialization.safe_globals(allowed):  # type: ignore[arg-type]
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not (isinstance(state, dict) and VERSION in state):
         return None
     left_out: list[str] = []
     read_state: dict[str, Any] = _plain(state, "", left_out)
-    own = f"{_HPARAMS}."
-    missing = [name.removeprefix(own) for name in left_out if name.startswith(own)]
-    return (
-        read_state | ({"left_out": left_out} if left_out else {}) | ({"hparams_left_out": missing} if missing else {})
-    )
+    if not left_out:
+        return read_state
+    arguments = [re.split(r"[.\[]", name)[1] for name in left_out if name.startswith(f"{_HPARAMS}.")]
+    kept = {name: value for name, value in read_state.get(_HPARAMS, {}).items() if name not in arguments}
+    return read_state | {"left_out": left_out, _HPARAMS: kept, "hparams_left_out": list(dict.fromkeys(arguments))}
 
 
 def _plain(value: Any, where: str, left_out: list[str]) -> Any:
-    """Return `value` with data of other classes as plain values; add to `left_out` where an item is dropped."""
+    """Return `value` with data of other classes as plain values, without the items that hold anything else.
+
+    Where that was is added to `left_out`. Of a list nothing is left then: the places of its items have a meaning.
+    """
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, pathlib.PurePath):
         return str(value)
     if isinstance(value, Mapping):
         items = {key: _plain(item, f"{where}.{key}".lstrip("."), left_out) for key, item in value.items()}
-        return {key: item for key, item in items.items() if not isinstance(item, _LeftOut)}
+        return {key: item for key, item in items.items() if not _is_left_out(item)}
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        found = [_plain(item, f"{where}[{number}]", left_out) for number, item in enumerate(value)]
-        return type(value)(item for item in found if not isinstance(item, _LeftOut))
-    if isinstance(value, _LeftOut):
+        found = type(value)(_plain(item, f"{where}[{number}]", left_out) for number, item in enumerate(value))
+        return next(filter(_is_left_out, found), found)
+    if _is_left_out(value):
         left_out.append(where)
     return value
+
+
+def _is_left_out(value: Any) -> bool:
+    """Whether `value` stands for an object, or for a class or function that was saved by its name."""
+    return isinstance(value, _LeftOut) or (isinstance(value, type) and issubclass(value, _LeftOut))
 
 
 # --- Folders -----------------------------------------------------------------------------------------------------

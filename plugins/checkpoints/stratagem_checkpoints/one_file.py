@@ -153,7 +153,8 @@ def _of_lightning(path: Path) -> dict[str, Any] | None:
 def _first_line(error: Exception) -> str:
     """Return the reason, without torch's advice to load the file unsafely."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:120]}" if text and "weights_only" not in text[0] else "not plain data"
+    advises = not text or "weights_only" in text[0] or "Weights only" in text[0]
+    return "not plain data" if advises else f"{type(error).__name__}: {text[0][:120]}"
 
 
 def _loadable(value: Any, on_cpu: Copy, path: str = "") -> Any:

@@ -173,7 +173,7 @@ def _callbacks(
         theirs = _of_class(saved, {classes[0], _RENAMED.get(classes[0])}, plugin)
         translation = next((_TRANSLATIONS[name] for name in classes if name in _TRANSLATIONS), _as_it_is)
         value = None if theirs is None else translation(plugin, saved[theirs])
-        if classes[0] in _RENAMED or "WeightAveraging" in classes:
+        if "WeightAveraging" in classes:
             value = None if average is None else _average(fit.module, average, state)
         if value is not None:
             found[key] = value
