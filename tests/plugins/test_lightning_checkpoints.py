@@ -274,10 +274,14 @@ def test_another_optimizer_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"loops": {}}, {"loops": {"fit_loop": {"epoch_progress": 3}}}, {"callbacks": {"Timer": {"a": 1}}}]
-)
+    "damage",
+    [
+        {"loops": {}}, {"loops": {"fit_loop": {"epoch_progress": 3}}}, {"callbacks": {"Timer": {"a": 1}}},
+        {"optimizer_states": [{"state": {}}]}, {"optimizer_states": [{"state": {7: {}}, "param_groups": []}]},
+    ],
+)  # fmt: skip
 def test_a_damaged_one_is_one_sentence(damage, tmp_path):
-    with pytest.raises(CheckpointError, match="(loops|callbacks) cannot be applied"):
+    with pytest.raises(CheckpointError, match="(loops|callbacks|optimizer_states) cannot be applied"):
         continued(rewritten(tmp_path, **damage), 8, max_epochs=2, callbacks=Timer())
 
 

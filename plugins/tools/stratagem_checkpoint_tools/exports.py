@@ -29,7 +29,8 @@ def write_huggingface(target: Path, weights: Mapping[str, Tensor], max_shard_siz
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise ConfigError("--to huggingface needs safetensors", do="run `pip install safetensors`") from error
+        do = 'run `pip install "stratagem-tools[safetensors]"`'
+        raise ConfigError("--to huggingface needs the library safetensors", do=do) from error
     shards = _divided(weights, _bytes_in(max_shard_size or "5GB"))
     names = [_PART.format(number, len(shards)) for number in range(1, len(shards) + 1)] if len(shards) > 1 else [_ONE]
     staged = StagedFolder(target)

@@ -62,10 +62,11 @@ def translated(fit: FitState, state: dict[str, Any], path: Any) -> dict[str, Any
     result["format"] = {"name": "lightning", "lightning": str(version)}
     with applying(f"{path}: loops"):
         position, feed = _position(fit, state)
-    optimizers = list(state.pop("optimizer_states"))
-    result["optimizers"] = [
-        _by_name(fit, number, saved, f"{path}: optimizer_states[{number}]") for number, saved in enumerate(optimizers)
-    ]
+    with applying(f"{path}: optimizer_states"):
+        result["optimizers"] = [
+            _by_name(fit, number, saved, f"{path}: optimizer_states[{number}]")
+            for number, saved in enumerate(state.pop("optimizer_states"))
+        ]
     result["lr_schedulers"] = list(state.get("lr_schedulers", ()))
     result["loop"] = position.state_dict()
     result["ranks"] = [_of_rank(fit, feed)] * fit.run.world_size
