@@ -15,6 +15,7 @@ import torch
 
 import stratagem as sg
 from stratagem.callbacks import EMA, EarlyStopping, ModelCheckpoint, Timer
+from stratagem.cli import main
 from stratagem.errors import CheckpointError
 from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
@@ -147,6 +148,20 @@ def test_a_folder_of_lightning_is_read_as_its_file(folders):
     assert {name: entry["exp_avg"].shape for name, entry in optimizer["state"].items()} == {
         name: value.shape for name, value in alone["state_dict"].items()
     }
+
+
+@pytest.mark.slow
+def test_of_a_deepspeed_folder_the_weights_are_taken(folders, tmp_path):
+    path, whole = folders / "deepspeed.ckpt", tmp_path / "whole.ckpt"
+    with pytest.raises(CheckpointError, match="`stratagem checkpoint consolidate --trust"):
+        continued(path, 8, max_epochs=1)
+    assert main(["checkpoint", "consolidate", "--trust", str(path), str(whole)]) == 0
+    saved = torch.load(path / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)
+    with pytest.warns(UserWarning, match="its weights are taken, and training begins at step 0"):
+        trainer = continued(whole, 8, max_epochs=0)
+
+    assert saved["global_step"] == 8
+    assert distance(weights_of(trainer), saved["module"]) == 0
 
 
 # --- What is taken -----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, Timer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
@@ -143,6 +143,28 @@ class Sharded(Body):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
+class DeepSpeedOnCPU(DeepSpeedStrategy):
+    """Lightning refuses its own class on a CPU."""
+
+    root_device = torch.device("cpu", 0)
+
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        import deepspeed
+
+        self.set_world_ranks()
+        deepspeed.init_distributed("gloo", distributed_port=self.cluster_environment.main_port)
+
+
+class OneGroup(Body):
+    """DeepSpeed takes one group of parameters and one scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
 def strategy(name: str) -> Any:
     if name == "ddp":
         return DDPStrategy(process_group_backend="gloo")
@@ -151,12 +173,17 @@ def strategy(name: str) -> Any:
     return OnCPU(process_group_backend="gloo", state_dict_type=name.partition("_")[2], auto_wrap_policy={nn.Linear})
 
 
-def on_rank(rank: int, port: int, name: str, out: Path, results: Any) -> None:
-    settle()
-    os.environ |= {
+def processes(rank: int, port: int) -> dict[str, str]:
+    """Return the variables of a launcher of two processes."""
+    return {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
         "WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "1",
     }  # fmt: skip
+
+
+def on_rank(rank: int, port: int, name: str, out: Path, results: Any) -> None:
+    settle()
+    os.environ |= processes(rank, port)
     torch.set_num_threads(1)
     model = Sharded if name == "fsdp2" else Body
     options = {"devices": 2, "share": (rank, 2), "model": model}
@@ -165,6 +192,20 @@ def on_rank(rank: int, port: int, name: str, out: Path, results: Any) -> None:
         saved.save_checkpoint(out / f"{name}_{case}.ckpt")
         run = fit(count, strategy=strategy(name), **options, max_epochs=2 if case == "border" else 1)
         run.save_checkpoint(results / f"{name}_{case}.ckpt", weights_only=True)
+
+
+def deepspeed_on_rank(rank: int, port: int, out: Path) -> None:
+    settle()
+    os.environ |= processes(rank, port) | {"DS_ACCELERATOR": "cpu"}
+    run = fit(
+        8,
+        strategy=DeepSpeedOnCPU(stage=2, process_group_backend="gloo"),
+        devices=2,
+        share=(rank, 2),
+        model=OneGroup,
+        max_epochs=1,
+    )
+    run.save_checkpoint(out / "deepspeed.ckpt")
 
 
 def two_processes(out: Path, scratch: Path) -> dict[str, Any]:
@@ -205,6 +246,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         reached = one_process(HERE)
         reached |= two_processes(HERE, Path(name))
+    torch.multiprocessing.spawn(deepspeed_on_rank, (29620, HERE), nprocs=2)
     own_continuations(HERE, reached)
     for folder in [each for each in HERE.glob("*.ckpt") if each.is_dir()]:
         shutil.make_archive(str(folder), "zip", folder)
