@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +218,158 @@ def test_a_broken_safetensors_file_is_one_sentence(content, tmp_path):
         CheckpointError, match=r"x\.safetensors (cannot be read|is not in an installed checkpoint format)"
     ):
         read_any(tmp_path / "x.safetensors")
+
+
+# --- Hugging Face's folders, plain files, names ------------------------------------------------------------------
+
+
+def convert(*arguments):
+    return main(["checkpoint", "convert", *map(str, arguments)])
+
+
+@pytest.fixture
+def fitted(tmp_path):
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Scheduled(), joined_batches(4, 24))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    return tmp_path / "one.ckpt"
+
+
+@pytest.mark.parametrize(("size", "files"), [((), 1), (("--max-shard-size", "4KB"), 3)])
+def test_a_folder_of_hugging_face_is_written_and_read(size, files, fitted, tmp_path):
+    target, weights = tmp_path / "hf", torch.load(fitted, weights_only=True)["state_dict"]
+    assert convert(fitted, target, "--to", "huggingface", *size) == 0
+
+    written = sorted(path.name for path in target.glob("*.safetensors"))
+    together = {name: value for path in written for name, value in load_file(target / path).items()}
+    assert_same(together, {name: weights[name] for name in together})
+    assert together.keys() == weights.keys()
+    if files == 1:
+        assert written == ["model.safetensors"]
+    else:
+        assert written == [f"model-{number:05}-of-{files:05}.safetensors" for number in range(1, files + 1)]
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(value.numel() * 4 for value in weights.values())
+        assert all(name in load_file(target / file) for name, file in index["weight_map"].items())
+        assert all(sum(v.numel() * 4 for v in load_file(target / path).values()) <= 4096 for path in written)
+    read = read_any(target)["state_dict"]
+    assert read.keys() == weights.keys()
+    assert_same(read, weights)
+    assert main(["checkpoint", "verify", str(target)]) == 0
+    assert main(["checkpoint", "diff", str(target), str(fitted)]) == 1  # the rest of the state
+
+
+@pytest.mark.slow
+def test_transformers_reads_the_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    torch.save({f"net.{name}": value for name, value in model.state_dict().items()}, tmp_path / "mine.pt")  # tied ones
+    target = tmp_path / "hf"
+    assert (
+        convert(tmp_path / "mine.pt", target, "--to", "huggingface", "--max-shard-size", "2KB", "--rename", "net.=")
+        == 0
+    )
+
+    config.save_pretrained(target)
+    read = transformers.GPT2LMHeadModel.from_pretrained(target)
+    assert_same(dict(read.state_dict()), dict(model.state_dict()))
+    read.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
+    theirs = read_any(tmp_path / "theirs")["state_dict"]
+    assert_same(theirs, {name: model.state_dict()[name] for name in theirs})
+
+
+def test_weights_of_hugging_face_start_a_run(fitted, tmp_path):
+    assert convert(fitted, tmp_path / "hf", "--to", "huggingface", "--max-shard-size", "4KB") == 0
+    model = Scheduled(seed=9)
+    with pytest.warns(UserWarning, match="its weights are taken, and training begins at step 0"):
+        sg.Trainer(max_epochs=0, **QUIET).fit(model, joined_batches(4, 24), ckpt_path=tmp_path / "hf")
+
+    assert_same(dict(model.state_dict()), torch.load(fitted, weights_only=True)["state_dict"])
+
+
+def test_an_exported_folder_is_not_taken_for_the_newest_checkpoint(fitted, tmp_path):
+    assert convert(fitted, tmp_path / "hf", "--to", "huggingface") == 0
+    trainer = sg.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Scheduled(), joined_batches(4, 24), ckpt_path="last")
+
+    assert_same(weights_of(trainer), torch.load(fitted, weights_only=True)["state_dict"])  # nothing was left to train
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda folder: next(folder.glob("*-00002-*")).unlink(), "No such file"),
+    (lambda folder: next(folder.glob("*-00002-*")).write_bytes(b"x"), "SafetensorError"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'), "names '../x'"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "TypeError"),
+])  # fmt: skip
+def test_a_damaged_folder_is_one_sentence(damage, message, fitted, tmp_path):
+    assert convert(fitted, tmp_path / "hf", "--to", "huggingface", "--max-shard-size", "4KB") == 0
+    damage(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=f"cannot be read as a folder of safetensors files .*{message}"):
+        read_any(tmp_path / "hf")
+    assert main(["checkpoint", "verify", str(tmp_path / "hf")]) == 1
+
+
+def test_a_plain_file_is_the_state_dict_alone(fitted, tmp_path):
+    assert convert(fitted, tmp_path / "model.pt", "--to", "state_dict") == 0
+    written = torch.load(tmp_path / "model.pt", weights_only=True)
+
+    Scheduled().load_state_dict(written)
+    assert_same(read_any(tmp_path / "model.pt"), {"state_dict": written})
+
+
+def test_names_change_in_weights_and_optimizers(fitted, tmp_path):
+    rules = ("--rename", "net.=body.layers.", "--rename", r"layers\.(\d+)=\1")
+    assert convert(fitted, tmp_path / "new.ckpt", "--to", "full", *rules) == 0
+    before, after = torch.load(fitted, weights_only=True), torch.load(tmp_path / "new.ckpt", weights_only=True)
+
+    assert list(after["state_dict"]) == [name.replace("net.", "body.") for name in before["state_dict"]]
+    (old,), (new,) = before["optimizers"], after["optimizers"]
+    assert list(new["state"]) == [name.replace("net.", "body.") for name in old["state"]]
+    assert new["param_groups"][0]["params"] == [
+        name.replace("net.", "body.") for name in old["param_groups"][0]["params"]
+    ]
+    assert_same(after["loop"], before["loop"])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--to", "full", "--rename", "net."), "--rename net.; expected OLD=NEW"),
+    (("--to", "full", "--rename", "net.(=x"), r"--rename net.(=x: missing ), unterminated subpattern"),
+    (("--to", "full", "--rename", r".*=x"), "gives two parameters one name"),
+    (("--to", "full", "--max-shard-size", "1GB"), "--max-shard-size is set with --to full; expected --to huggingface"),
+    (("--to", "state_dict", "--max-shard-size", "1GB"), "--max-shard-size is set with --to state_dict"),
+    (("--to", "huggingface", "--max-shard-size", "0GB"), "--max-shard-size is '0GB'; expected a size such as \"5GB\""),
+    (("--to", "huggingface", "--max-shard-size", "big"), "--max-shard-size is 'big'"),
+])  # fmt: skip
+def test_a_wrong_option_is_one_sentence(arguments, message, fitted, tmp_path, capsys):
+    assert convert(fitted, tmp_path / "x", *arguments) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_of_torchtitans_folder_the_model_is_read(tmp_path):
+    """Its model's tensors are not within a mapping; those of its optimizer are."""
+    model = Scheduled(seed=9)
+    optimizer = {"state.net.0.weight.exp_avg": torch.ones(32, 16), "param_groups.net.0.weight.lr": 0.1}
+    others = {"optimizer": optimizer, "lr_scheduler": {"last_epoch": 3}, "train_state": {"step": torch.tensor(3)}}
+    dcp.save(dict(model.state_dict()) | others, checkpoint_id=tmp_path / "flat", no_dist=True)
+    dcp.save({"model": dict(model.state_dict())} | others, checkpoint_id=tmp_path / "nested", no_dist=True)
+    for name in ("flat", "nested"):
+        with pytest.warns(
+            UserWarning, match="written by another program: only its model is read, not lr_scheduler.last_ep"
+        ):
+            read = read_any(tmp_path / name)["state_dict"]
+        assert read.keys() == model.state_dict().keys()
+        assert_same(read, dict(model.state_dict()))
+
+
+def test_a_checkpoint_of_lightning_is_converted(tmp_path, capsys):
+    source = Path(__file__).parent / "lightning_checkpoints" / "border_after.ckpt"
+    weights = torch.load(source, weights_only=True)["state_dict"]
+    for form in ("huggingface", "state_dict", "safetensors", "sharded", "dcp"):
+        assert convert(source, tmp_path / form, "--to", form) == 0
+        assert_same(read_any(tmp_path / form)["state_dict"], weights)
+    assert_same(read_any(tmp_path / "sharded"), torch.load(source, weights_only=True))
+    capsys.readouterr()
+    assert main(["checkpoint", "inspect", str(source)]) == 0
+    assert "optimizers: with the state of 4 parameters\nloop: epoch 1, global_step 8\n" in capsys.readouterr().out

@@ -39,6 +39,7 @@ OPTIONAL = {
     ("stratagem-callbacks", "tensorboard", "tensorboard"),
     ("stratagem-callbacks", "tqdm", "tqdm"),
     ("stratagem-checkpoints", "safetensors", "safetensors"),
+    ("stratagem-tools", "safetensors", "safetensors"),
     ("stratagem-core", "cli", "pyyaml"),
     ("stratagem-core", "remote", "universal-pathlib"),
     ("stratagem-plan", "png", "resvg-py"),

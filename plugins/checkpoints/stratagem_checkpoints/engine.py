@@ -107,13 +107,21 @@ class FileLayout(Layout):
     @hookimpl
     def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
         def read() -> dict[str, Any]:
-            verify_file(path, xxhash.xxh3_128)
+            self.verify_sum(path)
             return self.state_in(path)
 
         return together(run.collectives, read)
 
     def verify(self, path: Path) -> bool:
-        return verify_file(path, xxhash.xxh3_128) or self.is_readable(path)
+        return self.verify_sum(path) or self.is_readable(path)
+
+    def verify_sum(self, path: Path) -> bool:
+        """Compare `path` with its checksum; return False if it has none.
+
+        Raises:
+            CheckpointError: it differs.
+        """
+        return verify_file(path, xxhash.xxh3_128)
 
     def remove(self, path: Path) -> None:
         remove_file(path)

@@ -44,21 +44,32 @@ class FullCheckpoint(FileLayout):
         return self.recognises(path)  # the zip directory at its end must be enough
 
     def state_in(self, path: Path) -> dict[str, Any]:
-        try:
-            state = _mapped(path)
-            if state is None:
-                state = torch.load(_source(path), map_location="cpu", weights_only=True)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            expected = "a file of tensors and plain values"
-            raise unreadable(path, "a checkpoint", _first_line(error), expected, "file") from error
+        state = content_of(path)
         if isinstance(state, dict) and state and all(isinstance(value, torch.Tensor) for value in state.values()):
             return {"state_dict": dict(state)}  # written by torch.save(model.state_dict())
         if not (isinstance(state, dict) and isinstance(state.get("state_dict"), dict)):
             raise CheckpointError(
                 f"{path} holds a {type(state).__name__} without a model", expected='a dict with a "state_dict"'
             )
+        return state
+
+
+def content_of(path: Path) -> Any:
+    """Return what `torch.save` wrote to `path`, its tensors mapped if they can be.
+
+    Raises:
+        CheckpointError: it is damaged, or holds more than tensors and plain values.
+    """
+    try:
+        state = _mapped(path)
+        return torch.load(_source(path), map_location="cpu", weights_only=True) if state is None else state
+    except CheckpointError:
+        raise
+    except Exception as error:
+        state = _of_lightning(path)
+        if state is None:
+            expected = "a file of tensors and plain values"
+            raise unreadable(path, "a checkpoint", _first_line(error), expected, "file") from error
         return state
 
 
@@ -127,10 +138,23 @@ def _records(path: Path) -> list[tuple[int, int]]:
     return [found[number] for number in range(len(found))] if set(found) == set(range(len(found))) else []
 
 
+def _of_lightning(path: Path) -> dict[str, Any] | None:
+    """Return the content of a file that torch refuses, if Lightning wrote it."""
+    if is_remote(path):
+        return None
+    from stratagem_checkpoints import lightning
+
+    try:
+        return lightning.read(path)
+    except Exception:  # noqa: BLE001 - the first error tells more
+        return None
+
+
 def _first_line(error: Exception) -> str:
     """Return the reason, without torch's advice to load the file unsafely."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:120]}" if text and "weights_only" not in text[0] else "not plain data"
+    advises = not text or "weights_only" in text[0] or "Weights only" in text[0]
+    return "not plain data" if advises else f"{type(error).__name__}: {text[0][:120]}"
 
 
 def _loadable(value: Any, on_cpu: Copy, path: str = "") -> Any:

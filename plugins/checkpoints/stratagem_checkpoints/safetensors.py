@@ -2,7 +2,8 @@
 
 All other state (optimizers, progress, hyper-parameters) is JSON in the metadata of the file, and its tensors have names
 that begin with ``stratagem.``, so a run can resume from the file. A file of another program is read as a model without
-other state. Format: https://github.com/huggingface/safetensors
+other state, and so is a folder of Hugging Face: one such file, or several with an index.
+Format: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from stratagem_checkpoints.engine import Copy, FileLayout, Writer, unreadable
 from stratagem_checkpoints.raw_bytes import bytes_of
 
 _REST, _TENSOR = "stratagem", "stratagem."
+#: Hugging Face's names of a folder's only file, and of the index of several.
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The limit of the format, in bytes.
 _MAX_HEADER = 100_000_000
 
@@ -69,12 +72,20 @@ class SafetensorsCheckpoint(FileLayout):
 
     def recognises(self, path: Path) -> bool:
         if not path.is_file():
-            return False
+            return _is_folder(path) and any((path / name).is_file() for name in (_ONE, _INDEX))
         with path.open("rb") as file:
             start = file.read(9)
         return start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= _MAX_HEADER
 
+    def saved_at(self, path: Path) -> float:
+        return 0.0 if _is_folder(path) else super().saved_at(path)  # never the newest: a run cannot resume from it
+
+    def verify_sum(self, path: Path) -> bool:
+        return not _is_folder(path) and super().verify_sum(path)
+
     def state_in(self, path: Path) -> dict[str, Any]:
+        if _is_folder(path):
+            return {"state_dict": _of_several(path)}
         try:
             if is_remote(path):
                 with refusals(path, "read"):
@@ -91,6 +102,25 @@ class SafetensorsCheckpoint(FileLayout):
             reason = f"{type(error).__name__}: {error}"
             raise unreadable(path, "a safetensors file", reason, "a file of tensors", "file") from error
         return state
+
+
+def _is_folder(path: Path) -> bool:
+    return not is_remote(path) and path.is_dir()
+
+
+def _of_several(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder of Hugging Face."""
+    try:
+        if not (path / _INDEX).is_file():
+            return _mapped(path / _ONE)[0]
+        files: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+        if outside := [name for name in files.values() if Path(name).name != name]:
+            raise ValueError(f"it names {outside[0]!r}, which is not a file in this folder")
+        parts = {name: _mapped(path / name)[0] for name in dict.fromkeys(files.values())}
+        return {name: parts[file][name] for name, file in files.items()}
+    except _UNREADABLE as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise unreadable(path, "a folder of safetensors files", reason, "the files that its index names") from error
 
 
 def _write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], file: BinaryIO) -> None:

@@ -32,10 +32,17 @@ class Checkpoint(Command):
             action.add_argument(
                 "--weights-only", action="store_true", help="only the model, without the state for resuming"
             )
+            action.add_argument(
+                "--rename", action="append", default=[], metavar="OLD=NEW",
+                help="change the beginning of parameters' names, or what a regular expression matches; may be repeated",
+            )  # fmt: skip
         convert.add_argument(
-            "--to", dest="format", help="name of a checkpoint format; by default that of the suffix of target"
-        )
-        consolidate.set_defaults(format=_ONE_FILE)
+            "--to", dest="format",
+            help="name of a checkpoint format, by default that of the suffix of target; huggingface (a folder of "
+            "safetensors files) or state_dict (a file of torch.save) for weights alone",
+        )  # fmt: skip
+        convert.add_argument("--max-shard-size", help="size of a file with --to huggingface; by default 5GB")
+        consolidate.set_defaults(format=_ONE_FILE, max_shard_size=None)
         for action in (inspect, diff, convert, consolidate):
             action.add_argument(
                 "--trust",

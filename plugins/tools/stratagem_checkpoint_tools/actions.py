@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stratagem.discovery import registry
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.construction import make
 from stratagem.stack.formats import format_named, name_of_format, read_any, read_with, write_with
+from stratagem_checkpoint_tools.exports import write_huggingface, write_state_dict
 
 # --- inspect -----------------------------------------------------------------------------------------------------
 
@@ -23,6 +25,8 @@ def inspect(arguments: argparse.Namespace) -> int:
     path = as_path(arguments.path)
     state = read_any(path, arguments.trust)
     tensors = {name: value for name, value in state["state_dict"].items() if hasattr(value, "shape")}
+    lightnings = {key: state[key] for key in ("epoch", "global_step") if key in state}
+    progress = state.get("loop", lightnings)
     report = {
         "path": str(path),
         "bytes": _size(path),
@@ -32,9 +36,9 @@ def inspect(arguments: argparse.Namespace) -> int:
             for name, tensor in tensors.items()
         ],
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "optimizers": [len(optimizer.get("state", {})) for optimizer in state.get("optimizers", [])],
+        "optimizers": [len(each.get("state", {})) for key in _OPTIMIZERS for each in state.get(key, [])],
         "lr_schedulers": len(state.get("lr_schedulers", [])),
-        "loop": {key: value for key, value in state.get("loop", {}).items() if isinstance(value, int | float | str)},
+        "loop": {key: value for key, value in progress.items() if isinstance(value, int | float | str)},
         "plugins": sorted([*state.get("callbacks", {}), *state.get("plugins", {})]),
         "hyper_parameters": {key: repr(value) for key, value in state.get("hyper_parameters", {}).items()},
     }
@@ -147,15 +151,79 @@ def _of_tensors(one: Any, other: Any, tolerance: float) -> str:
 
 def convert(arguments: argparse.Namespace) -> int:
     source, target = as_path(arguments.path), as_path(arguments.to)
-    checkpoint_format = format_named(arguments.format or _format_for(target))
+    name = arguments.format or _format_for(target)
+    export = {"huggingface": write_huggingface, "state_dict": write_state_dict}.get(name)
+    checkpoint_format = format_named("full" if export else name)
     if target.exists():
         raise CheckpointError(f"{target} exists", expected="a new path", do="choose another path; nothing was changed")
-    state = read_any(source, arguments.trust)
-    if arguments.weights_only:
-        state = {key: value for key, value in state.items() if key in ("state_dict", "format", "hyper_parameters")}
-    write_with(checkpoint_format, state, target, SingleProcessRun())
+    state = renamed(read_any(source, arguments.trust), arguments.rename)
+    if export:
+        weights = {key: value for key, value in state["state_dict"].items() if hasattr(value, "shape")}
+        export(target, weights, arguments.max_shard_size)
+    else:
+        _check_no_shards(name, arguments.max_shard_size)
+        if arguments.weights_only:
+            state = {key: value for key, value in state.items() if key in ("state_dict", "format", "hyper_parameters")}
+        write_with(checkpoint_format, state, target, SingleProcessRun())
     print(f"{target}: {_size(target) / 1e6:.1f} MB")
     return 0
+
+
+def _check_no_shards(name: str, max_shard_size: str | None) -> None:
+    if max_shard_size is not None:
+        raise ConfigError(
+            f"--max-shard-size is set with --to {name}", expected="--to huggingface", do="remove it, or change --to"
+        )
+
+
+def renamed(state: dict[str, Any], rules: Sequence[str]) -> dict[str, Any]:
+    """Return `state` with the names of parameters changed by `rules`, in their order, in weights and optimizers.
+
+    Args:
+        rules: each is ``OLD=NEW``. OLD is the beginning of a name, or with a character that only a regular expression
+            has, one that is replaced wherever it matches.
+
+    Raises:
+        ConfigError: a rule has no "=", or two parameters get one name.
+    """
+    changes = [_change(rule) for rule in rules]
+
+    def new(name: str) -> str:
+        for pattern, replacement in changes:
+            name = pattern.sub(replacement, name)
+        return name
+
+    def mapped(items: Mapping[Any, Any]) -> dict[Any, Any]:
+        result = {new(key) if isinstance(key, str) else key: value for key, value in items.items()}
+        if len(result) < len(items):
+            raise ConfigError(f"--rename {' '.join(rules)} gives two parameters one name", expected="different names")
+        return result
+
+    def of_optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
+        groups = [
+            {**group, "params": [new(key) if isinstance(key, str) else key for key in group["params"]]}
+            for group in saved["param_groups"]
+        ]
+        return {**saved, "state": mapped(saved["state"]), "param_groups": groups}
+
+    if not changes:
+        return state
+    optimizers = {key: [of_optimizer(each) for each in state[key]] for key in _OPTIMIZERS if key in state}
+    return state | {"state_dict": mapped(state["state_dict"])} | optimizers
+
+
+#: Where stratagem and Lightning have the states of optimizers.
+_OPTIMIZERS = ("optimizers", "optimizer_states")
+
+
+def _change(rule: str) -> tuple[re.Pattern[str], str]:
+    old, equals, replacement = rule.rpartition("=")
+    if not equals:
+        raise ConfigError(f"--rename {rule}", expected="OLD=NEW, such as model.=transformer.")
+    try:
+        return re.compile(old if set(old) & set(r"^$*+?()[]{}|\\") else f"^{re.escape(old)}"), replacement
+    except re.error as error:
+        raise ConfigError(f"--rename {rule}: {error}", expected="a regular expression before the =") from error
 
 
 def _format_for(target: Path) -> str:
@@ -166,7 +234,7 @@ def _format_for(target: Path) -> str:
     if len(fitting) != 1:
         raise ConfigError(
             f"{target.name} could be {' or '.join(fitting) or 'anything'}", expected="a format",
-            do=f"add --to with one of {', '.join(formats)}",
+            do=f"add --to with one of {', '.join([*formats, 'huggingface', 'state_dict'])}",
         )  # fmt: skip
     return fitting[0]
 

@@ -295,6 +295,9 @@ class StageRunner:
             return None
         self.read_from, state = found
         self.state.events.emit("on_load_checkpoint", checkpoint=state)
+        lightnings = type(self.request.datamodule).__qualname__
+        if "pytorch-lightning_version" in state and lightnings in state:
+            state["datamodule"] = state.pop(lightnings)
         if "datamodule" in state and overrides(self.request.datamodule, "load_state_dict", DataModule):
             self.request.datamodule.load_state_dict(state["datamodule"])
         return dict(state)  # it is emptied while it is applied, and a callback may have kept the other

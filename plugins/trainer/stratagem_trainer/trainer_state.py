@@ -127,6 +127,10 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
         CheckpointError: something in it is not what a run like this one saves; on all ranks.
     """
     run, position = fit.run, fit.position
+    if "pytorch-lightning_version" in state:
+        from stratagem_trainer import lightning_checkpoint
+
+        state = lightning_checkpoint.translated(fit, state, path)
     if "format" not in state and run.is_global_zero:
         warnings.warn(
             "the checkpoint was not written by stratagem: its weights are taken, and training begins at step 0",

@@ -29,6 +29,7 @@ from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.checkpoint.mapped_file import SMALL
 from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
+from stratagem_checkpoints import one_file
 from stratagem_checkpoints.dcp import indexes
 from stratagem_checkpoints.dcp.indexes import INDEX, MANIFEST
 from stratagem_checkpoints.dcp.pieces import tensors_of
@@ -36,6 +37,9 @@ from stratagem_checkpoints.engine import FolderLayout
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
+
+#: What Lightning's strategies add to a folder.
+LIGHTNINGS = "meta.pt"
 
 
 @define(eq=False, kw_only=True)
@@ -167,7 +171,7 @@ def _decoded(
             dcp.load(rest, storage_reader=_Reader(path), no_dist=True)
         tensors |= rest
         if manifest is None:
-            return _foreign_model(tensors, index, path)
+            return _of_lightning(tensors, index, path) or _foreign_model(tensors, index, path)
         state: dict[str, Any] = decode(manifest["state"], [tensors[name] for name in manifest["names"]])
     except CheckpointError:
         raise
@@ -177,16 +181,25 @@ def _decoded(
     return state
 
 
+def _of_lightning(tensors: dict[str, torch.Tensor], index: Metadata, path: Path) -> dict[str, Any] | None:
+    """Return the state of a folder that a sharded strategy of Lightning wrote; None for another one."""
+    if not ((path / LIGHTNINGS).is_file() and index.planner_data):
+        return None
+    from stratagem_checkpoints import lightning
+
+    return lightning.state_of_folder(path, index, tensors, one_file.content_of(path / LIGHTNINGS))
+
+
 def _foreign_model(tensors: dict[str, torch.Tensor], index: Metadata, path: Path) -> dict[str, Any]:
     """Return the model of a folder that another program wrote."""
-    skipped = sorted(set(index.state_dict_metadata) - set(tensors))
+    outer = {name: keys[0] for name, keys in (index.planner_data or {}).items() if len(keys) > 1}
     for prefix in ("state_dict.", "model.", "module."):
         named = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         if named:
-            skipped += sorted(name for name in tensors if not name.startswith(prefix))
             break
-    else:
-        named = tensors
+    else:  # the model's tensors are not within another mapping, as the optimizer's are
+        prefix, named = "", {name: value for name, value in tensors.items() if name not in outer}
+    skipped = sorted({*index.state_dict_metadata} - {f"{prefix}{name}" for name in named})
     if skipped:
         shown = ", ".join(skipped[:3]) + (f" and {len(skipped) - 3} more" if len(skipped) > 3 else "")
         warnings.warn(f"{path} was written by another program: only its model is read, not {shown}", stacklevel=2)
