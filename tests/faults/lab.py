@@ -123,7 +123,7 @@ class Model(sg.Module):
             if not is_bad():
                 dist.broadcast(other, 0)
         if kind == "other_root":
-            dist.broadcast(torch.ones(5), 2 if is_bad() else 0)  # other_root
+            dist.broadcast(torch.ones(5), BAD if is_bad() else 0)  # other_root
         if kind == "gather_sizes":
             mine = torch.ones(9 if is_bad() else 5)
             dist.all_gather([torch.empty_like(mine) for _ in range(world_size)], mine)  # gather_sizes
