@@ -12,7 +12,7 @@ KNOWN = {
     "skip": r"did not call all_reduce|where|called", "size": r"3 elements.*7,000 elements", "order": r"broadcast.*where.*all_reduce",
     "product_skip": r"all_gather", "product_shape": r"all_gather", "killed": r"SIGKILL|is gone", "rank_0_killed": r"SIGKILL|is gone",
     "exit_0": r"code 0|is gone", "error": r"KeyError", "error_in_worker": r"corrupt sample", "stuck": r"is in|did not call",
-    "stuck_save": r"is in|did not call", "nan": r"nan|finite", "no_memory": r"memory", "slow_loader": r"loader's next batch",
+    "stuck_save": r"is in|did not call", "nan": r"nan|finite", "no_memory": r"memory", "slow_loader": r"next batch",
     "stopped": r"stopped", "segmentation_fault": r"SIGSEGV", "skipped_backward": r"gradient|backward|reaches no trainable",
 }  # fmt: skip
 SET_ASIDE = {
@@ -30,7 +30,7 @@ SET_ASIDE = {
 PHASES = {
     "killed": "training_step", "rank_0_killed": "training_step", "exit_0": "training_step", "exit_3": "training_step",
     "stopped": "training_step", "sys_exit_0": "training_step", "nan": "in batch 3",
-    "slow_loader": "loader's next batch", "killed_worker": "", "skipped_backward": "", "other_model": "", "interrupted": "",
+    "slow_loader": "next batch", "killed_worker": "", "skipped_backward": "", "other_model": "", "interrupted": "",
     "one_logs": "", "parameter_written": "net.0.weight' after step", "rank_0_full_disk": "",
 }  # fmt: skip
 #: Faults of which two ranks are as much the cause.

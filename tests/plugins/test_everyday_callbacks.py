@@ -603,16 +603,19 @@ def test_the_backbone_keeps_the_modes_that_the_user_set(tmp_path, train_bn):
         def __init__(self):
             super().__init__()
             self.backbone.append(torch.nn.BatchNorm1d(32).eval())
-            self.modes = []
+            self.modes, self.scales = [], []
 
         def on_train_batch_end(self):
             self.modes.append((self.backbone.training, self.backbone[-1].training))
+            self.scales.append(self.backbone[-1].weight.detach().clone())
 
     module = Normalized()
     finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=train_bn)
     trainer(tmp_path, finetuning, logger=False, max_epochs=2).fit(module, BATCHES)
 
     assert module.modes[0] == (train_bn, False)
+    assert (module.scales[0] != 1).any() == train_bn  # trained before the backbone is, as in Lightning
+    assert (module.scales[-1] != 1).any()
     assert module.modes[-1] == (True, False)
 
 

@@ -29,7 +29,7 @@ def test_every_run_has_it_and_no_list_of_callbacks_shows_it():
     trainer, run = sg.Trainer(enable_model_summary=False, **QUIET), sg.Run(accelerator="cpu")
 
     assert len(_chosen(trainer.run.stack)) == len(_chosen(run.stack)) == 1
-    assert trainer.callbacks == []
+    assert trainer.callbacks == ()
     assert "callback peer_diagnosis" in run.explain()
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from attrs import define, field
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
@@ -40,7 +41,7 @@ class BackboneFinetuning(Callback):
     backbone_initial_ratio_lr: float = field(default=0.1, validator=more_than(0))
     #: Factor for its learning rate in each epoch, up to the others'.
     multiplier: float = field(default=2.0, validator=at_least(1))
-    #: Keep frozen BatchNorm modules in train mode, so that their statistics are updated.
+    #: Train BatchNorm modules of the backbone from the start, their statistics and their parameters.
     train_bn: bool = True
 
     _unfrozen: bool = field(init=False, default=False)
@@ -59,8 +60,10 @@ class BackboneFinetuning(Callback):
         backbone = self._backbone(module)
         if not self._modes or self._modes[0][0] is not backbone:
             self._modes = [(part, part.training) for part in backbone.modules()]
-        for parameter in backbone.parameters():
-            parameter.requires_grad = False
+        for part in backbone.modules():
+            if not (self.train_bn and isinstance(part, _BatchNorm)):
+                for parameter in part.parameters(recurse=False):
+                    parameter.requires_grad = False
 
     def _backbone(self, module: nn.Module) -> nn.Module:
         children = [name for name, _ in module.named_children()]

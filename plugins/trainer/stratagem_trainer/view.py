@@ -86,8 +86,8 @@ class View(CallView):
     # --- Plugins ---------------------------------------------------------------------------------------------------
 
     @property
-    def callbacks(self) -> list[Any]:
-        return [choice.plugin for choice in self.run.stack.callbacks]
+    def callbacks(self) -> tuple[Any, ...]:
+        return tuple(choice.plugin for choice in self.run.stack.callbacks)
 
     @property
     def checkpoint_callback(self) -> Any:

@@ -191,7 +191,7 @@ class TrainerView(Protocol):
         """Whether the run only tries a few batches, and writes no files."""
 
     @property
-    def callbacks(self) -> list[Any]:
+    def callbacks(self) -> tuple[Any, ...]:
         """The callbacks, in the order in which they are called."""
 
     @property
