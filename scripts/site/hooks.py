@@ -47,7 +47,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/commands.md": commands.page(),
         "reference/errors.md": errors.page(ROOT),
         "changelog.md": changelog.page(ROOT),
-        "decisions/index.md": decisions.page(ROOT),
         **classes.pages(ROOT),
         **plugins.pages(ROOT),
     }

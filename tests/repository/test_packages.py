@@ -227,6 +227,20 @@ def test_stratagem_has_every_option_of_what_it_requires():
     assert declared == {(name, extra) for name, needed in EVERYTHING.requires.items() for extra in needed.extras}
 
 
+def test_every_distribution_has_the_addresses_of_the_repository():
+    others = (ROOT / "examples", ROOT / "contrib" / "template")
+    published = [each for each in PACKAGES.values() if not any(map(each.folder.is_relative_to, others))]
+    addresses = urls(EVERYTHING)
+
+    assert addresses.keys() == {"Documentation", "Source", "Changelog", "Issues"}
+    assert all(address.startswith(addresses["Source"]) for address in addresses.values())
+    assert {package.name: urls(package) for package in published if urls(package) != addresses} == {}
+
+
+def urls(package: Package) -> dict[str, str]:
+    return tomllib.loads((package.folder / "pyproject.toml").read_text())["project"].get("urls", {})
+
+
 # --- What is built -----------------------------------------------------------------------------------------------
 
 
@@ -286,7 +300,9 @@ def test_every_distribution_fits_this_version_of_the_others():
 
 @pytest.mark.slow
 def test_make_version_writes_every_version(tmp_path):
-    listing = ["git", "ls-files", "*.toml", "*.toml.txt", "docs/*.md", "scripts/*.py", "*/_version.py", "*/scaffold.py"]
+    listing = [
+        "git", "ls-files", "*.toml", "*.toml.txt", "docs/*.md", "scripts/*.py", "*/_version.py", "*/scaffold.py", "conda",
+    ]  # fmt: skip
     files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -300,6 +316,7 @@ def test_make_version_writes_every_version(tmp_path):
         read(tmp_path / name).version for name in files if re.match(r"(core/|plugins/.*)?pyproject.toml$", name)
     } == {"1.4.2"}
     assert '__version__: Final = "1.4.2"' in written["core/stratagem/_version.py"]
+    assert '  version: "1.4.2"' in written["conda/recipe.yaml"]
     assert "torch>=2.11,<2.14" in written["core/pyproject.toml"]
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PLACES = (
     "README.md",
+    "Dockerfile",
     "Makefile",
     "mkdocs.yml",
     "benchmarks",
+    "conda",
     "contrib",
     "core",
     "docs",

@@ -26,7 +26,7 @@ def page(root: Path, nav: list[Any]) -> str:
 
 def _is_of_a_list(path: str) -> bool:
     """Whether the page is found through a list that has a page of its own."""
-    return path == "index.md" or (path.startswith("decisions/") and path != "decisions/index.md")
+    return path == "index.md" or (path.startswith("decisions/") and path != "decisions/README.md")
 
 
 def _pages(item: Any, title: str = "") -> list[tuple[str, str]]:
@@ -42,7 +42,7 @@ def _line(root: Path, title: str, path: str) -> str:
     """Return the list item of a page: its title, and the first sentence of a page that is not generated."""
     source = root / "docs" / path
     if not source.exists():
-        return f"* [{title or 'Decisions'}]({path})"
+        return f"* [{title}]({path})"
     heading, _, rest = source.read_text().partition("\n")
     paragraph = next((part for part in re.split(r"\n\s*\n", rest.strip()) if part), "")
     sentence = re.split(r"(?<=[.:])\s", required(paragraph, path))[0].rstrip(":.")
