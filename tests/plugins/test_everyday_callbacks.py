@@ -605,6 +605,9 @@ def test_the_backbone_keeps_the_modes_that_the_user_set(tmp_path, train_bn):
             self.backbone.append(torch.nn.BatchNorm1d(32).eval())
             self.modes, self.scales = [], []
 
+        def forward(self, x):
+            return self.head(self.backbone(x))
+
         def on_train_batch_end(self):
             self.modes.append((self.backbone.training, self.backbone[-1].training))
             self.scales.append(self.backbone[-1].weight.detach().clone())
