@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.discovery import registry
+from stratagem.errors import ConfigError
+from stratagem_testing import command
 from stratagem_testing.command import check
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,25 @@ def test_it_passes(entry):
 
     assert len(rows) >= 5
     assert [row for row in rows if row["outcome"] == "failed"] == []
+
+
+@pytest.mark.slow
+def test_options_and_tolerance_take_the_place_of_what_the_package_states():
+    entry = registry.find("comm_hook", "int8")
+    wrong = check(entry, quiet=True, training_tolerance=1e-9)
+    right = check(entry, {"error_feedback": False}, quiet=True, tolerance=2e-2, training_tolerance=2e-2)
+
+    assert {row["check"].partition("[")[0] for row in wrong if row["outcome"] == "failed"} >= {"test_trains"}
+    assert [row for row in right if row["outcome"] == "failed"] == []
+
+
+def test_a_missing_option_and_an_attribute_of_no_check_are_one_line(monkeypatch):
+    entry = registry.find("callback", "early_stopping")
+    with pytest.raises(ConfigError, match="EarlyStoppingConformance has no tolerance"):
+        check(entry, tolerance=1.0)
+    monkeypatch.setattr(command, "conformance_class", lambda entry: registry.kinds()[entry.kind].conformance)
+    with pytest.raises(ConfigError, match="callbacks.early_stopping lacks the option 'monitor'"):
+        check(entry)
 
 
 @pytest.mark.slow
