@@ -57,6 +57,10 @@ class Pace:
         self._before, self._here = self._before + self._here, 0
         self._paused, self._paused_at = 0.0, None
 
+    def has_trained(self, done: int) -> bool:
+        """Whether this fit has trained some of the `done` batches of the epoch."""
+        return done > self._first
+
     def pause(self) -> None:
         """Stop the clock of the epoch: a validation begins."""
         self._paused_at = self.clock()

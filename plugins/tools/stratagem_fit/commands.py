@@ -108,7 +108,7 @@ class Predict(_RunFileCommand):
                 "no callback receives the predictions", expected="a callback that writes them",
                 do="add {name: prediction_writer, dirpath: predictions} to trainer.callbacks of the run file",
             )  # fmt: skip
-        trainer.predict(model, datamodule=data, ckpt_path=ckpt_path)
+        trainer.predict(model, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
 
 
 def _receives_predictions(receiver: Any) -> bool:
