@@ -30,22 +30,19 @@ class Ending(Callback):
 
     _training: bool = field(init=False, default=False)
     _first_step: int = field(init=False, default=0)
-    #: Batches that earlier fits have trained.
-    _batches_before: int = field(init=False, default=0)
     #: The error to raise in place of one that says that memory ran out.
     _explanation: BaseException | None = field(init=False, default=None, repr=False)
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         self._training, self._first_step = trainer.is_global_zero, trainer.global_step
-        self._batches_before = _batches(trainer)
 
     @hookimpl(trylast=True)
     def on_fit_end(self, trainer: TrainerView) -> None:
         if self._training:
             self._training = False
             limit, reached, _ = trainer.outcome.reason.partition("=")
-            if reached and limit != "max_time" and _batches(trainer) == self._batches_before:
+            if reached and limit != "max_time" and trainer.global_step == self._first_step:
                 line = (
                     f"nothing was left to train: {trainer.outcome.reason} at step {trainer.global_step}; raise {limit}"
                 )
@@ -85,11 +82,6 @@ class Ending(Callback):
         if not newest.resumable:
             return f"the newest checkpoint is {name}, with weights only: a fit from it starts at step 0"
         return f"continue with {trainer.outcome.how_to_resume} from {name}"
-
-
-def _batches(trainer: TrainerView) -> int:
-    """Return the batches that all fits have trained."""
-    return trainer.position.batches_of_earlier_epochs + trainer.position.batches_done
 
 
 def _line(trainer: TrainerView, reason: str) -> str:
