@@ -41,8 +41,8 @@ class Ending(Callback):
     def on_fit_end(self, trainer: TrainerView) -> None:
         if self._training:
             self._training = False
-            limit, reached, _ = trainer.outcome.reason.partition("=")
-            if reached and limit != "max_time" and trainer.global_step == self._first_step:
+            limit = trainer.outcome.reason.partition("=")[0]
+            if limit in ("max_epochs", "max_steps") and trainer.global_step == self._first_step:
                 line = (
                     f"nothing was left to train: {trainer.outcome.reason} at step {trainer.global_step}; raise {limit}"
                 )
