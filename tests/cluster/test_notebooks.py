@@ -145,12 +145,14 @@ def test_the_snippet_of_the_page_runs(notebook):
 
 def test_the_script_of_the_readme_runs_as_a_cell(notebook):
     script = re.search(r"```python\n(.*?)```", (PAGE.parents[1] / "README.md").read_text(), re.DOTALL)[1]
-    lines = notebook.run(script).splitlines()
+    output = notebook.run(script)
+    lines, losses = output.splitlines(), re.findall(r"train_loss ([\d.]+)", output)
     notebook.run("del Regression, x, loader, trainer\n" + textwrap.dedent(SETUP))
 
     assert lines[1] == "the processes are forks of this notebook's kernel: a notebook has no script to run again"
     assert lines[2] == "2 processes on cpu, effective batch size 64"
     assert lines[-2] == "training ended at step 12: max_epochs=3 is reached"
+    assert float(losses[-1]) < float(losses[0]) / 2  # a first curve that falls
 
 
 def test_devices_may_be_left_out(notebook):
