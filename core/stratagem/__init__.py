@@ -86,7 +86,10 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "stratagem_trainer":
             raise
-        message = f"stratagem.{name} is in a package that is not installed; run `pip install stratagem-trainer`"
+        from stratagem.discovery.registry import how_to_install
+
+        do = how_to_install("stratagem-trainer", for_trainer=True)
+        message = f"stratagem.{name} is in a package that is not installed; {do}"
         raise ModuleNotFoundError(message, name=error.name) from None
     finally:
         if collecting:

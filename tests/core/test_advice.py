@@ -36,9 +36,7 @@ def advised(text: str) -> list[tuple[str, object]]:
 def not_installed(advice: str) -> set[object]:
     """Return the plugins of packages that `advice` tells the user to install, and that are not."""
     packages = re.findall(r"`pip install ([\w-]+)`", advice)
-    names = {
-        name for package in packages for plugins in catalog._catalog()["packages"][package].values() for name in plugins
-    }
+    names = {name for package in packages for plugins in catalog.packages()[package].values() for name in plugins}
     return names - NAMES
 
 

@@ -262,13 +262,22 @@ def test_a_command_of_two_packages_is_named_with_both(install, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["doctor"], "command 'doctor' is not installed; run `pip install stratagem-tools`."),
+        (
+            ["doctor"],
+            "command 'doctor' is not installed; run `pip install stratagem`, or only `pip install stratagem-tools ",
+        ),
         (
             ["plugins", "new", "strategy", "mine"],
-            "command 'plugins new' is not installed; run `pip install stratagem-tools",
+            "command 'plugins new' is not installed; run `pip install stratagem`, or only `pip install stratagem-tools ",
         ),
-        (["plugins", "list"], "command 'plugins list' is not installed; run `pip install stratagem-tools`."),
-        (["explain", "train.py"], "command 'explain' is not installed; run `pip install stratagem-tools`."),
+        (
+            ["plugins", "list"],
+            "command 'plugins list' is not installed; run `pip install stratagem`, or only `pip install stratagem-tools ",
+        ),
+        (
+            ["explain", "train.py"],
+            "command 'explain' is not installed; run `pip install stratagem`, or only `pip install stratagem-tools ",
+        ),
         (["docter"], "did you mean 'doctor'"),
         (["plugins", "lst"], "command 'plugins lst' is unknown; did you mean 'list'"),
     ],

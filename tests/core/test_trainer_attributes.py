@@ -404,3 +404,32 @@ def test_the_first_and_the_last_step_of_a_fit_are_logged(every, steps):
 
     assert [step for step, names in logger.rows if "train_loss" in names] == steps
     assert {"at_start", "at_epoch_start"} <= logger.rows[0][1]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(50, [6, 10]), (4, [6, 8, 10]), (5, [6, 10])])
+def test_a_resumed_fit_logs_its_first_and_its_last_step(tmp_path, every, steps):
+    logger = Rows()
+    options = QUIET | {"log_every_n_steps": every, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    sg.Trainer(max_epochs=1, **options).fit(Net(), loader(20))
+    sg.Trainer(max_epochs=2, **(options | {"logger": logger})).fit(Net(), loader(20), ckpt_path="last")
+
+    assert [step for step, names in logger.rows if "train_loss" in names] == steps
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_steps": 5}, {"max_steps": 3}], ids=str)
+def test_the_last_step_is_logged_before_the_checkpoint_of_the_end_is_saved(limit):
+    """So that plugins that keep what was logged, such as the report, find it when a run is resumed."""
+    logged = []
+
+    class Watching(Rows):
+        @sg.hookimpl
+        def on_validation_end(self, trainer):
+            logged.append([step for step, names in self.rows if "train_loss" in names])
+
+        on_train_epoch_end = on_validation_end
+
+    options = QUIET | {"logger": Watching(), "num_sanity_val_steps": 0}
+    sg.Trainer(**limit, **options).fit(Net(), loader(20), loader(4))
+
+    assert all(steps == [1, limit.get("max_steps", 5)] for steps in logged)
+    assert logged

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from stratagem.cli import main
 from stratagem_demo import gpt
 
 gpt.CONTEXT = 16
-gpt.CharGPT.__init__.__defaults__ = (16, 1, 2, 500)
+gpt.GPT.__init__.__defaults__ = (16, 1, 2, 500)
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -42,6 +43,10 @@ def test_the_demo_runs_and_resumes(tmp_path):
     assert first.returncode == 0, first.stderr
     assert "2 processes on cpu, effective batch size 8" in first.stdout
     assert "after 4 steps; generated text" in first.stdout
+    assert re.search(
+        r"^validation perplexity: \d+ at step 1, \d+ at step 2, \d+ at step 4$", first.stdout, re.MULTILINE
+    )
+    assert "demo_run: saved at the end and on Ctrl-C\n" in first.stdout
     assert "The Python language" in first.stdout
     assert re.search(r"^4 steps, about \d+ s; then it generates text$", first.stdout, re.MULTILINE)
     assert first.stdout.count("training a GPT") == 1
@@ -53,13 +58,37 @@ def test_the_demo_runs_and_resumes(tmp_path):
     second = demo(tmp_path)
     assert second.returncode == 0, second.stderr
     assert "continuing from the checkpoints" in second.stdout
-    assert re.search(r"validation loss [\d.]+ nats per character after 8 steps", second.stdout)
+    assert "after 8 steps; generated text" in second.stdout
 
 
-def test_the_model_of_the_demo_learns_the_next_character():
+def test_tokens_are_frequent_words_and_characters():
+    vocabulary = gpt.words_and_characters("a list of a list, a map", num_words=3)
+    tokens = gpt.encode("a list, a mast", vocabulary)
+
+    assert {" a", " list"} <= set(vocabulary)
+    assert [vocabulary[token] for token in tokens] == ["a", " list", ",", " a", " ", "m", "a", "s", "t"]
+
+
+def test_the_manual_is_sentences():
+    lines = gpt.manual().splitlines()
+
+    assert len(lines) > 1000
+    assert all(line[0].isupper() and line[-1] in ".:" and not set(line) & set("_=|*[]") for line in lines)
+
+
+def test_the_perplexity_is_shown_at_three_steps():
+    validations = [(33, 216.4), (66, 90.0), (99, 55.0), (100, 54.6), (100, 54.6)]
+
+    assert gpt.progress(validations) == "validation perplexity: 216 at step 33, 90 at step 66, 55 at step 100"
+    page = Path(__file__).parents[2] / "plugins/tools/README.md"
+    assert f"\n    {gpt.progress([(33, 138.2), (66, 57.4), (100, 47.1)])}\n" in page.read_text()
+    assert gpt.progress(validations[:1]) == "validation perplexity: 216 at step 33"
+
+
+def test_the_model_of_the_demo_learns_the_next_token():
     text = gpt.manual()
-    vocabulary = "".join(sorted(set(text)))
-    model = gpt.CharGPT(vocabulary)
+    vocabulary = gpt.words_and_characters(text)
+    model = gpt.GPT(vocabulary)
     train, _ = gpt.loaders(text, vocabulary, batch_size=4)
     batch = next(iter(train))
     (optimizer, _) = model.configure_optimizers().values()
@@ -75,7 +104,7 @@ def test_the_model_of_the_demo_learns_the_next_character():
     assert torch.equal(batch[0][:, 1:], batch[1][:, :-1])
     assert losses[0] == pytest.approx(math.log(len(vocabulary)), rel=0.05)  # that of a guess
     assert losses[-1] < losses[0]
-    assert len(model.generate("The", length=3)) == 6
+    assert len(gpt.encode(model.generate("The", length=3), vocabulary)) >= 3
 
 
 @pytest.mark.sweep(guard="tests/plugins/test_demo.py::test_the_demo_runs_and_resumes")
@@ -109,11 +138,11 @@ def test_the_number_of_steps_follows_from_the_speed(monkeypatch):
     for seconds, steps in ((0.01, 500), (0.5, 150), (60.0, 20)):
         monkeypatch.delenv("STRATAGEM_DEMO_MEASURED", raising=False)
         monkeypatch.setattr(gpt, "_seconds", lambda model, mixed, batch_size, seconds=seconds: seconds * (2 - mixed))
-        assert gpt.measured(gpt.CharGPT(vocabulary), None, None, 32) == ("bf16-mixed", steps, seconds)
+        assert gpt.measured(gpt.GPT(vocabulary), None, None, 32) == ("bf16-mixed", steps, seconds)
         # The processes that this one starts read what it has measured.
-        assert gpt.measured(gpt.CharGPT(vocabulary), None, None, 32)[1] == steps
+        assert gpt.measured(gpt.GPT(vocabulary), None, None, 32)[1] == steps
     monkeypatch.delenv("STRATAGEM_DEMO_MEASURED")
-    assert gpt.measured(gpt.CharGPT(vocabulary), "32-true", 7, 32)[:2] == ("32-true", 7)
+    assert gpt.measured(gpt.GPT(vocabulary), "32-true", 7, 32)[:2] == ("32-true", 7)
     monkeypatch.delenv("STRATAGEM_DEMO_MEASURED")
 
 
@@ -124,8 +153,11 @@ def test_durations_are_in_words():
 
 
 def test_the_demo_announces_no_more_than_it_does(tmp_path):
-    arguments = (gpt.CharGPT("ab"), 1000, 500, 0.1, tmp_path)
+    arguments = (gpt.GPT("ab"), 1000, 500, 0.1, tmp_path)
 
     limited = gpt.plan(*arguments, continues=False, limited=True)
     assert "up to 500 steps, about 1 minute and 2 minutes at most; then it generates text" in limited
     assert "\n500 steps, about 1 minute; then" in gpt.plan(*arguments, continues=False, limited=False)
+    assert f"{tmp_path}: saved every 250 steps, at the end and on Ctrl-C" in limited
+    short = gpt.plan(arguments[0], 1000, 100, 0.1, tmp_path, continues=False, limited=False)
+    assert f"{tmp_path}: saved at the end and on Ctrl-C" in short

@@ -164,7 +164,7 @@ def test_one_process_has_all_devices():
 
     assert (trainer.run.num_processes, trainer.world_size, len(trainer.run.devices)) == (1, 1, 3)
     assert trainer.run.devices[0] == trainer.run.device
-    assert "1 process(es) on each of 1 node(s), each with 3 devices" in trainer.run.explain()
+    assert "1 process on 1 node, each with 3 devices" in trainer.run.explain()
     assert sg.Run(strategy="single_device", accelerator="cpu", devices=1).devices == (torch.device("cpu"),)
 
 

@@ -68,6 +68,19 @@ def test_the_first_line_says_why_a_fit_ended(tmp_path, capsys, options, reason):
     assert where == "it wrote no files"
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_steps": 2, "max_epochs": -1}], ids=str)
+def test_a_finished_run_that_is_resumed_says_that_nothing_was_left(tmp_path, capsys, limit):
+    """Also with a validation, after which the checkpoint is saved before the epoch has ended."""
+    for path in (None, "last"):
+        trainer = sg.Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu", **limit)
+        trainer.fit(Validated(), joined_batches(2, 8), joined_batches(1, 8), ckpt_path=path)
+        lines = capsys.readouterr().out.splitlines()
+
+    option, number = next(iter(limit.items()))
+    assert lines[-2] == f"nothing was left to train: {option}={number} is reached at step 2; raise {option}"
+    assert not [line for line in lines if "it/s" in line]
+
+
 def test_the_reason_of_one_fit_is_not_that_of_the_next(tmp_path, capsys):
     trainer = sg.Trainer(max_epochs=9, callbacks=Stopping(), enable_checkpointing=False, **QUIET)
     trainer.fit(Net(), joined_batches(4, 8))

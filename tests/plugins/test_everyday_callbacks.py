@@ -446,6 +446,26 @@ def test_predictions_are_kept_and_written_on_the_cpu(tmp_path, monkeypatch, inte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
+def test_predict_says_what_it_wrote_where(tmp_path, capsys, interval):
+    writer = PredictionWriter(dirpath=tmp_path / "out", write_interval=interval)
+    made = trainer(tmp_path, writer, enable_progress_bar=True)
+    made.predict(Net(), BATCHES[:2], return_predictions=False)
+    (line,) = capsys.readouterr().out.splitlines()
+    said, _, pattern = line.rpartition(" ")
+
+    assert said == "predict: wrote"
+    assert sorted(tmp_path.glob(os.path.relpath(pattern, tmp_path))) == sorted((tmp_path / "out").iterdir())
+
+
+def test_predict_says_that_it_returned_something(tmp_path, capsys):
+    for shows in (True, False):
+        made = sg.Trainer(accelerator="cpu", logger=False, enable_progress_bar=shows, default_root_dir=tmp_path)
+        made.predict(Net(), BATCHES[:2])
+
+    assert capsys.readouterr().out == "predict: returned the outputs of 2 batches\n"
+
+
 def test_predictions_are_written_by_each_rank(tmp_path):
     def predict(rank, world_size, folder, interval):
         writer = PredictionWriter(dirpath=folder, write_interval=interval)

@@ -880,10 +880,31 @@ def test_explain_shows_the_stack_and_where_values_are_from(capsys):
     assert main(["fit", "run.yaml", "--model.lr", "0.5", "--explain"]) == 0
     text = capsys.readouterr().out
 
-    assert "model net.Net  (file run.yaml)\n|   width = 6  (file run.yaml)\n|   lr = 0.5  (command line)" in text
-    assert "max_epochs = 2  (file run.yaml)" in text
+    assert "model net.Net  (file run.yaml)\n|   width: 6  (file run.yaml)\n|   lr: 0.5  (command line)" in text
+    assert "max_epochs: 2  (file run.yaml)" in text
     assert "+ callback model_checkpoint" in text
     assert not Path("checkpoints").exists()
+
+
+def test_explain_writes_values_as_a_run_file_does(capsys):
+    """What is printed after the colon can be pasted into the file."""
+    trainer = RUN["trainer"] | {"max_time": "00:00:01:00", "default_root_dir": "null", "limit_val_batches": 0.5}
+    write(trainer=trainer | {"callbacks": [{"name": "model_checkpoint", "monitor": "val: loss", "save_last": True}]})
+    assert main(["fit", "run.yaml", "--explain"]) == 0
+    text = capsys.readouterr().out
+    found = {
+        name: yaml.safe_load(value)
+        for name, value in re.findall(r"^[| ]\s+(\w+): (.*?)  \([^()]+\)$", text, re.MULTILINE)
+    }
+
+    assert [found[name] for name in ("monitor", "save_last", "dirpath", "limit_val_batches")] == [
+        "val: loss", True, None, 0.5,
+    ]  # fmt: skip
+    assert found["default_root_dir"] == "null"
+    assert "|   mode: min  (default)\n" in text
+    assert "|   filename: '{epoch}-{step}'  (default)\n" in text
+    assert not re.search(r": (None|True|False)  \(", text)
+    assert text.count("1 process on 1 node\n") == 1
 
 
 # --- Schema ------------------------------------------------------------------------------------------------------

@@ -177,6 +177,17 @@ class Twice(Net):
         return loss
 
 
+def test_a_run_that_ends_with_its_epoch_has_one_remaining_time():
+    clock = iter([0.0, 0.0, 1.0, 1.0])
+    pace, bar = Pace(clock=lambda: next(clock)), TerminalBar(training=True)
+    pace.start_epoch(0)
+    last, earlier = (bar._line(pace.progress("epoch 1", 25, 75, in_run), [], 80).plain for in_run in (75, 175))
+    bar.close()
+
+    assert re.fullmatch(r"epoch 1   25/100 [━─]+ 0:03  run 25 %  25.0 it/s\n", last)
+    assert "run 12 % 0:07 left" in earlier
+
+
 def test_no_number_is_shown_twice(capsys):
     sg.Trainer(max_epochs=1, **QUIET).fit(Twice(), joined_batches(3, 8))
     line = capsys.readouterr().out.splitlines()[1]

@@ -190,6 +190,16 @@ def test_a_long_run_keeps_its_extremes_in_little_memory(tmp_path):
     assert sum(m * c for m, c in zip(series.means, series.counts, strict=True)) / 1e5 == pytest.approx(3 / 7, rel=1e-3)
 
 
+def test_a_resumed_run_keeps_the_last_values_of_the_earlier_one(tmp_path):
+    saving = {"enable_checkpointing": True, "log_every_n_steps": 50, "default_root_dir": tmp_path}
+    for epochs in (1, 2, 2):  # the last has nothing left to train
+        report = Report()
+        trainer = sg.Trainer(**(QUIET | saving), max_epochs=epochs, callbacks=[report])
+        trainer.fit(Described(), BATCHES, ckpt_path="last" if epochs > 1 else None)
+
+    assert report._history.state_dict()["metrics"]["loss"]["buckets"][0].tolist() == [1, 6, 7, 12]
+
+
 def test_a_resumed_run_shows_the_whole_curve(tmp_path):
     first = fit(tmp_path, max_epochs=1)
     first.save_checkpoint(tmp_path / "a.ckpt")

@@ -122,7 +122,7 @@ def strings_in_code(path) -> set[str]:
 def test_catalog_agrees_with_the_packages():
     listed = {
         (package, kind, name)
-        for package, kinds in catalog._catalog()["packages"].items()
+        for package, kinds in catalog.packages().items()
         for kind, names in kinds.items()
         for name in names
     }
@@ -134,6 +134,14 @@ def test_catalog_agrees_with_the_packages():
                 provided |= {(project["name"], group.removeprefix("stratagem."), name) for name in points}
 
     assert listed == provided
+
+
+def test_catalog_knows_what_the_distribution_stratagem_installs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}
+
+    without_plugins = {"stratagem-core", "stratagem-testing"}
+    assert set(catalog._catalog()["packages"]) == installed - without_plugins
 
 
 def test_catalog_defaults_exist():

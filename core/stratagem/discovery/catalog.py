@@ -41,8 +41,26 @@ def is_dtype(name: str) -> bool:
 
 def providers(kind: str) -> dict[str, str]:
     """Return the known plugin names of `kind`, each with the package that provides it."""
-    packages: dict[str, dict[str, list[str]]] = _catalog()["packages"]
-    return {name: package for package, kinds in packages.items() for name in kinds.get(kind, ())}
+    return {name: package for package, kinds in packages().items() for name in kinds.get(kind, ())}
+
+
+def packages() -> dict[str, dict[str, list[str]]]:
+    """Return the known packages, each with the names of its plugins by kind."""
+    return {**_catalog()["packages"], **_catalog()["elsewhere"]}
+
+
+def whole(package: str) -> str:
+    """Return what to install for a `package` and all that a run may need."""
+    return "stratagem" if package in _catalog()["packages"] else f"stratagem {package}"
+
+
+def default_plugins() -> list[tuple[str, str, str]]:
+    """Return kind, name and package of every plugin that runs use when the user names none."""
+    names = set(_catalog()["defaults"].values())
+    provided = [
+        (kind, name, package) for package, kinds in packages().items() for kind in kinds for name in kinds[kind]
+    ]
+    return [each for each in provided if each[1] in names]
 
 
 # --- Names of other trainers ------------------------------------------------------------------------------------------

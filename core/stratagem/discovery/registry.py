@@ -203,6 +203,26 @@ def find(kind: str, name: str) -> Entry:
     raise _unknown(kind, wanted, name)
 
 
+def how_to_install(package: str, for_trainer: bool = False) -> str:
+    """Return the advice to install `package`, and with it all that a run by default still lacks.
+
+    Args:
+        for_trainer: also what a Trainer needs. Otherwise only where its package is installed.
+    """
+    providers, known = catalog.providers("kind"), kinds()
+    lacking = {providers[kind] for kind in providers.keys() - known.keys()} if for_trainer else set()
+    for kind, name, provider in catalog.default_plugins():
+        wanted = for_trainer or kind in known
+        if wanted and not any(entry.is_called(name) for entry in entries(kind, hidden=True)):
+            lacking.add(provider)
+    only = " ".join([package, *sorted(lacking - {package})])
+    return (
+        f"run `pip install {only}`"
+        if only == package
+        else (f"run `pip install {catalog.whole(package)}`, or only `pip install {only}`")
+    )
+
+
 def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     installed = [entry.name for entry in entries(kind)]
     hidden = [entry for entry in _scan() if entry.kind == kind and entry.name.lower() == wanted]
@@ -210,7 +230,7 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
         return PluginError(f"{kind} {name!r} is hidden by {hidden_by(hidden[0])}", do="change that variable")
     known = {other.lower(): package for other, package in catalog.providers(kind).items()}
     if package := known.get(wanted):
-        return PluginError(f"{kind} {name!r} is not installed", do=f"run `pip install {package}`")
+        return PluginError(f"{kind} {name!r} is not installed", do=how_to_install(package))
     others = (entry.kind for entry in entries() if entry.name.lower() == wanted and entry.kind in kinds())
     elsewhere = next(others, "")
     near = nearest(name, [*installed, *known])

@@ -57,7 +57,7 @@ def _instead(kind: str, name: str) -> str:
             return (
                 f'use {registry.argument_of(kind)}="{plugin}"'
                 if plugin in installed
-                else f"run `pip install {package}`"
+                else registry.how_to_install(package)
             )
     for other, instead in (*moved_names("plugins").items(), *moved_names("classes").items()):
         if _plain(other) == wanted:
@@ -66,7 +66,7 @@ def _instead(kind: str, name: str) -> str:
         if _plain(package.removeprefix("stratagem-")) == wanted:
             names = [plugin for plugin, provider in packages.items() if provider == package]
             choice = f"choose {', '.join(names[:-1])} or {names[-1]} by name"
-            return choice if names[0] in installed else f"run `pip install {package}`, and {choice}"
+            return choice if names[0] in installed else f"{registry.how_to_install(package)}, and {choice}"
     return ""
 
 

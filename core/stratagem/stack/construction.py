@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import attrs
 
 from stratagem.api.kinds import Environment
-from stratagem.api.notebook import in_notebook
 from stratagem.api.options import build, convert_options
 from stratagem.discovery import catalog, registry
 from stratagem.errors import PluginError, StratagemError
@@ -87,6 +86,4 @@ def default_strategy(accelerator: Choice, processes: int, num_nodes: int, enviro
         return by_name("strategy", name, f"the default of {accelerator} with {processes} devices")
     if processes * num_nodes == 1 and not (environment.processes_exist() and environment.local_processes()):
         return default("strategy", "strategy", "the default for one process")
-    if in_notebook():
-        return default("strategy", "strategy_notebook", "the default for several processes from a notebook")
     return default("strategy", "strategy_distributed", "the default for several processes")

@@ -179,5 +179,5 @@ def _ask(question: Any) -> Any:
 
 
 def _nothing_installed(kind: str) -> PluginError:
-    packages = sorted(set(catalog.providers(kind).values()))
-    return PluginError(f"no usable {kind} plugin is installed", do=f"run `pip install {' '.join(packages)}`")
+    package = next(iter(catalog.providers(kind).values()))
+    return PluginError(f"no usable {kind} plugin is installed", do=registry.how_to_install(package))

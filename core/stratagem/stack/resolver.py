@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from stratagem.api.kinds import Kind, Plugin
+from stratagem.api.notebook import in_notebook
 from stratagem.api.options import as_list, check, is_list
 from stratagem.config.devices import devices_of_processes, parse_devices
 from stratagem.config.settings import PluginOption, compile_options
@@ -62,7 +63,7 @@ def resolve(settings: Any) -> Stack:
         precision=precision,
         comm_hooks=_comm_hooks(chooser, settings, strategies[-1]),
         environment=environment,
-        launcher=_launcher(chooser, settings, strategies[-1]),
+        launcher=_launcher(chooser, settings, strategies[-1], len(devices) if one_each else 1),
         accelerator=accelerator,
         checkpoint=_checkpoint(chooser, settings, strategies[-1]),
         callbacks=_transforms(settings),
@@ -215,7 +216,7 @@ def _not_installed(path: str, name: str) -> PluginError:
     """Return the error for `name` in `plugins`, where the kind is unknown."""
     packages = (catalog.providers(kind).get(name.lower()) for kind in registry.kinds())
     if package := next(filter(None, packages), None):
-        return PluginError(f"{path} {name!r} is not installed", do=f"run `pip install {package}`")
+        return PluginError(f"{path} {name!r} is not installed", do=registry.how_to_install(package))
     everything = [entry.name for entry in registry.entries()]
     do = catalog.moved(name.lower()) or nearest(name, everything) or "see `stratagem plugins list`"
     return PluginError(f"{path} {name!r} is not installed", expected="an installed plugin", do=do)
@@ -288,8 +289,12 @@ def _several(kind: str, choices: list[Choice]) -> ConfigError:
     return ConfigError(f"{kind} is chosen more than once: {names}", expected=f"one {kind}", do="drop the others")
 
 
-def _launcher(chooser: Chooser, settings: Any, strategy: Choice) -> Choice:
-    return _for_strategy(chooser, "launcher", settings.launcher, strategy, strategy.plugin.default_launcher())
+def _launcher(chooser: Chooser, settings: Any, strategy: Choice, processes: int) -> Choice:
+    fallback = ("launcher", "the default")
+    if processes > 1 and in_notebook():
+        fallback = ("launcher_notebook", "the default for several processes from a notebook")
+    wanted = strategy.plugin.default_launcher()
+    return _for_strategy(chooser, "launcher", settings.launcher, strategy, wanted, *fallback)
 
 
 def _checkpoint(chooser: Chooser, settings: Any, strategy: Choice) -> Choice:
@@ -307,11 +312,13 @@ def _comm_hooks(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choic
     return asked or [attrs.evolve(choice, reason=reason) for choice in chooser.many("comm_hook", wanted or None)]
 
 
-def _for_strategy(chooser: Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None) -> Choice:
+def _for_strategy(
+    chooser: Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None, role: str = "", *reason: str
+) -> Choice:
     """Return the plugin of `kind` that the user chose, else the one that `strategy` needs, else the default."""
     asked = chooser.one(kind, value)
     if asked is None and wanted is None:
-        return chooser.refine(default(kind, kind))
+        return chooser.refine(default(kind, role or kind, *reason))
     if asked is None:
         return chooser.refine(by_name(kind, wanted or "", f"{strategy} needs it"))
     if wanted is not None and wanted != asked.name:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import define
 
 from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
+from stratagem.api.notebook import in_notebook
 from stratagem.distributed.launched import die_with
 from stratagem.distributed.process_variables import (
     PARENT_VARIABLE,
@@ -209,6 +210,10 @@ class ForkLauncher(_FunctionLauncher):
     def _prepare(self, run: RunContext) -> None:
         import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
 
+        if in_notebook() and getattr(run.settings, "enable_progress_bar", False):
+            print(
+                "the processes are forks of this notebook's kernel: a notebook has no script to run again", flush=True
+            )
         run.preload()
         # After the imports, which may initialize the CUDA driver.
         if "fork" not in multiprocessing.get_all_start_methods():

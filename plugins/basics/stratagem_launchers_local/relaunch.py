@@ -6,7 +6,6 @@ import os
 import re
 import sys
 
-from stratagem.api.notebook import in_notebook
 from stratagem.errors import ConfigError
 
 
@@ -30,11 +29,7 @@ def relaunch_command() -> list[str]:
         raise ConfigError(
             "this program has no file to run again in another process",
             expected="a script, or a module run with -m",
-            do=(
-                'pass strategy="ddp_notebook", or launcher="fork" with another strategy'
-                if in_notebook()
-                else 'pass launcher="fork", which copies this process and works with every strategy, or write a script'
-            ),
+            do='pass launcher="fork", which copies this process and works with every strategy, or write a script',
         )
     # Under a debugger or a profiler (python -m pdb train.py) the program is that tool: run the script without it.
     same = bool(program) and os.path.basename(program[0].rstrip("/")) == os.path.basename(file)

@@ -41,7 +41,14 @@ class Ending(Callback):
     def on_fit_end(self, trainer: TrainerView) -> None:
         if self._training:
             self._training = False
-            _print(trainer, trainer.outcome.reason, _files(trainer) or "it wrote no files")
+            limit = trainer.outcome.reason.partition("=")[0]
+            if limit in ("max_epochs", "max_steps") and trainer.global_step == self._first_step:
+                line = (
+                    f"nothing was left to train: {trainer.outcome.reason} at step {trainer.global_step}; raise {limit}"
+                )
+            else:
+                line = _line(trainer, trainer.outcome.reason)
+            _print(trainer, line, _files(trainer) or "it wrote no files")
 
     @hookimpl(trylast=True)
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
@@ -53,7 +60,7 @@ class Ending(Callback):
         if self._training:
             self._training = False
             found = filter(None, [self._rest(trainer), _files(trainer)])
-            _print(trainer, _reason(trainer, self._explanation or exception), "; ".join(found))
+            _print(trainer, _line(trainer, _reason(trainer, self._explanation or exception)), "; ".join(found))
 
     @hookimpl(wrapper=True)
     def explain_error(self) -> Generator[None, BaseException, BaseException]:
@@ -77,14 +84,16 @@ class Ending(Callback):
         return f"continue with {trainer.outcome.how_to_resume} from {name}"
 
 
-def _print(trainer: TrainerView, reason: str, rest: str) -> None:
-    settings = trainer.settings
-    stream = sys.stdout if settings.enable_progress_bar else sys.stderr
-    place = f"step {trainer.global_step}"
+def _line(trainer: TrainerView, reason: str) -> str:
+    """Return where training has ended, and why."""
+    place, limit = f"step {trainer.global_step}", trainer.settings.max_epochs or 0
     if not trainer.position.epoch_ended and trainer.position.batches_done:
-        limit = f" of {settings.max_epochs}" if (settings.max_epochs or 0) > 0 else ""
-        place += f" in epoch {trainer.current_epoch + 1}{limit}"
-    print(f"training ended at {place}: {reason}\n{rest}", file=stream, flush=True)
+        place += f" in epoch {trainer.current_epoch + 1}" + (f" of {limit}" if limit > 0 else "")
+    return f"training ended at {place}: {reason}"
+
+
+def _print(trainer: TrainerView, *lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stdout if trainer.settings.enable_progress_bar else sys.stderr, flush=True)
 
 
 def _reason(trainer: TrainerView, exception: BaseException) -> str:

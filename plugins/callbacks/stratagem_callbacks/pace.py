@@ -28,6 +28,8 @@ class Progress:
     #: The part of the run that is done, and seconds to its end; None if not known.
     share_of_run: float | None = None
     run_seconds_left: float | None = None
+    #: Whether the run ends with this epoch, so that both take as long.
+    ends_run: bool = False
 
 
 @define(eq=False)
@@ -57,6 +59,10 @@ class Pace:
         self._before, self._here = self._before + self._here, 0
         self._paused, self._paused_at = 0.0, None
 
+    def has_trained(self, done: int) -> bool:
+        """Whether this fit has trained some of the `done` batches of the epoch."""
+        return done > self._first
+
     def pause(self) -> None:
         """Stop the clock of the epoch: a validation begins."""
         self._paused_at = self.clock()
@@ -78,7 +84,7 @@ class Pace:
         return Progress(
             title, done, done + in_epoch, rate,
             in_epoch / rate if rate and math.isfinite(in_epoch) else None,
-            *self._of_run(trained, in_run, now - self._fit_began),
+            *self._of_run(trained, in_run, now - self._fit_began), ends_run=in_run <= in_epoch < math.inf,
         )  # fmt: skip
 
     def _of_run(self, trained: int, left: float, seconds: float) -> tuple[float | None, float | None]:

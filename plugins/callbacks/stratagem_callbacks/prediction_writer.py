@@ -127,6 +127,12 @@ class PredictionWriter(BasePredictionWriter):
     def _write_all(self, trainer: TrainerView, module: nn.Module, by_loader: list[Any]) -> None:
         _write(self.dirpath / f"rank{trainer.global_rank}.pt", by_loader)
 
+    @hookimpl
+    def on_predict_end(self, trainer: TrainerView) -> None:
+        if trainer.settings.enable_progress_bar and not trainer.settings.barebones:
+            files = "rank*_loader*_batch*.pt" if self.write_interval == "batch" else "rank*.pt"
+            trainer.run.print(f"predict: wrote {self.dirpath / files}", flush=True)
+
 
 def _write(path: Path, value: Any) -> None:
     import torch

@@ -106,7 +106,7 @@ class ProgressBar(Callback):
 
     @hookimpl
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
-        if self._view is not None:
+        if self._view is not None and self._pace.has_trained(trainer.position.batches_done):
             self._show(trainer, trainer.position.batches_done, final=True)
 
     @hookimpl

@@ -101,10 +101,11 @@ def _count(progress: Progress) -> str:
 
 
 def _of_run(progress: Progress) -> list[str]:
-    """Return how much of the run is done, and the time that it still takes."""
+    """Return how much of the run is done, and the time that it still takes, unless it ends with this epoch."""
     if progress.share_of_run is None:
         return []
-    return [f"run {int(progress.share_of_run * 100)} % {_time(progress.run_seconds_left)} left"]
+    share = f"run {int(progress.share_of_run * 100)} %"
+    return [share if progress.ends_run else f"{share} {_time(progress.run_seconds_left)} left"]
 
 
 def _time(seconds: float | None) -> str:

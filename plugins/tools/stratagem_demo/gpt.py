@@ -1,12 +1,16 @@
-"""Train a small character-level GPT on the Python manual, and generate text: an example to read and run.
+"""Train a small GPT on sentences of the Python manual, and generate text: an example to read and run.
 
 A user writes the module, the data and three lines for the Trainer.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 import stratagem as sg
 from stratagem.api.seeding import seed_everything
 
-#: Characters, and those that follow each: (batch, length), both int64.
+#: Tokens, and those that follow each: (batch, length), both int64.
 Batch = tuple[Tensor, Tensor]
-CONTEXT = 96  # characters
+CONTEXT = 64  # tokens
 SAVE_EVERY = 250  # steps
 MOST_STEPS = 500
 #: Seconds that training may take unless the number of steps is given.
@@ -52,13 +56,17 @@ class Block(nn.Module):
         return out
 
 
-class CharGPT(sg.Module):
-    """Predict the next character; GPT as in Radford et al. 2018, with pre-norm."""
+class GPT(sg.Module):
+    """Predict the next token; GPT as in Radford et al. 2018, with pre-norm."""
 
-    def __init__(self, vocabulary: str, width: int = 128, depth: int = 4, num_heads: int = 4, steps: int = 500) -> None:
+    def __init__(
+        self, vocabulary: Sequence[str], width: int = 128, depth: int = 4, num_heads: int = 4, steps: int = 500
+    ) -> None:
         super().__init__()
         self.save_hyperparameters("vocabulary", "width", "depth", "num_heads", "steps")
         self.vocabulary, self.steps = vocabulary, steps
+        #: The step and the perplexity of each validation: how many tokens the model hesitates between.
+        self.perplexities: list[tuple[int, float]] = []
         self.tokens, self.places = nn.Embedding(len(vocabulary), width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(vocabulary), bias=False)
@@ -84,6 +92,9 @@ class CharGPT(sg.Module):
     def validation_step(self, batch: Batch) -> None:  # type: ignore[override]  # batch_idx may be left out
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
+    def on_validation_epoch_end(self) -> None:
+        self.perplexities.append((self.global_step, math.exp(self.trainer.callback_metrics["val_loss"])))
+
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.05)
         warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=50)
@@ -94,12 +105,14 @@ class CharGPT(sg.Module):
         self.trainer.max_steps = self.global_step + self.steps
 
     @torch.no_grad()
-    def generate(self, prompt: str, length: int, temperature: float = 0.8) -> str:
-        """Return `prompt` continued by `length` characters."""
-        tokens = [self.vocabulary.index(character) for character in prompt]
+    def generate(self, prompt: str, length: int, temperature: float = 0.6) -> str:
+        """Return `prompt` continued by `length` tokens, without words that are spelled letter by letter."""
+        tokens = encode(prompt, self.vocabulary)
+        spells = torch.tensor([len(word) == 1 and (word.isalpha() or word == " ") for word in self.vocabulary])
         for _ in range(length):
             window = torch.tensor([tokens[-CONTEXT:]], device=self.device)
-            probabilities = (self(window)[0, -1].float() / temperature).softmax(-1)
+            logits = self(window)[0, -1].float().cpu().masked_fill(spells, -math.inf)
+            probabilities = (logits / temperature).softmax(-1)
             tokens.append(int(torch.multinomial(probabilities, 1)))
         return "".join(self.vocabulary[token] for token in tokens)
 
@@ -108,19 +121,39 @@ class CharGPT(sg.Module):
 
 
 def manual() -> str:
-    """Return the language reference that CPython includes for ``help()``: about 460,000 characters of English."""
+    """Return sentences of the language reference that CPython includes for ``help()``, without code and grammar."""
     from pydoc_data.topics import topics
 
-    return "\n".join(topics[name] for name in sorted(topics))
+    text = " ".join(
+        re.sub(r"[*\"\u2018\u2019\u201c\u201d]", "", "\n".join(topics[name] for name in sorted(topics))).split()
+    )
+    sentence = re.compile(r"[A-Z][a-z]* [^_=|+\[\]{}<>@\\/^%&~]*[.:]")
+    return "\n".join(filter(sentence.fullmatch, re.split(r"(?<=[.:]) ", text)))
+
+
+def pieces(text: str) -> list[str]:
+    """Split `text` into words, each with the space before it, and single characters."""
+    return re.findall(r" ?[A-Za-z]+|[^A-Za-z]", text)
+
+
+def words_and_characters(text: str, num_words: int = 1000) -> list[str]:
+    """Return the tokens of a model of `text`: its characters, and its most frequent words."""
+    words = [piece for piece, _ in Counter(pieces(text)).most_common(num_words) if len(piece) > 1]
+    return [*sorted(set(text)), *words]
+
+
+def encode(text: str, vocabulary: Sequence[str]) -> list[int]:
+    """Return the tokens of `text`; a word that is not in `vocabulary` is spelled."""
+    token = {word: index for index, word in enumerate(vocabulary)}
+    spelled = ([piece] if piece in token else list(piece) for piece in pieces(text))
+    return [token[part] for parts in spelled for part in parts]
 
 
 class Windows(Dataset[Batch]):
-    """Windows of text, each with the window one character later as target."""
+    """Windows of tokens, each with the window one token later as target."""
 
-    def __init__(self, text: str, vocabulary: str, stride: int) -> None:
-        token = {character: index for index, character in enumerate(vocabulary)}
-        self.tokens = torch.tensor([token[character] for character in text])
-        self.stride = stride
+    def __init__(self, tokens: Tensor, stride: int) -> None:
+        self.tokens, self.stride = tokens, stride
 
     def __len__(self) -> int:
         return (len(self.tokens) - CONTEXT - 1) // self.stride + 1
@@ -130,11 +163,13 @@ class Windows(Dataset[Batch]):
         return self.tokens[start : start + CONTEXT], self.tokens[start + 1 : start + CONTEXT + 1]
 
 
-def loaders(text: str, vocabulary: str, batch_size: int) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """Return a training loader for the first 90 % of `text`, and a validation loader for 480 windows of the rest."""
-    cut = len(text) * 9 // 10
-    train = Windows(text[:cut], vocabulary, CONTEXT // 4)
-    held_out = Windows(text[cut : cut + 480 * CONTEXT + 1], vocabulary, CONTEXT)
+def loaders(
+    text: str, vocabulary: Sequence[str], batch_size: int
+) -> tuple[DataLoader[Batch], DataLoader[Batch]]:  # fmt: skip
+    """Return a training loader for the first 90 % of `text`, and a validation loader for the rest."""
+    tokens = torch.tensor(encode(text, vocabulary))
+    cut = len(tokens) * 9 // 10
+    train, held_out = Windows(tokens[:cut], stride=1), Windows(tokens[cut:], stride=CONTEXT)
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(held_out, batch_size)
 
 
@@ -150,10 +185,10 @@ def run(
     """
     seed_everything(1)
     text = manual()
-    vocabulary = "".join(sorted(set(text)))
+    vocabulary = words_and_characters(text)
     is_chosen = steps is not None
-    chosen_precision, chosen_steps, seconds = measured(CharGPT(vocabulary), precision, steps, batch_size)
-    model = CharGPT(vocabulary, steps=chosen_steps)
+    chosen_precision, chosen_steps, seconds = measured(GPT(vocabulary), precision, steps, batch_size)
+    model = GPT(vocabulary, steps=chosen_steps)
     train, held_out = loaders(text, vocabulary, batch_size)
 
     trainer = sg.Trainer(
@@ -164,7 +199,7 @@ def run(
         max_epochs=-1,
         max_time=None if is_chosen else BUDGET_S,  # the machine may get slower
         gradient_clip_val=1.0,
-        val_check_interval=max(1, min(250, chosen_steps // 2, len(train) // 2)),
+        val_check_interval=max(1, min(chosen_steps // 3, len(train) // 2)),
         num_sanity_val_steps=0,
         callbacks=[{"name": "model_checkpoint", "every_n_train_steps": SAVE_EVERY, "save_last": True}],
         log_every_n_steps=max(1, min(10, chosen_steps // 50)),
@@ -177,10 +212,10 @@ def run(
             plan(model, len(text), chosen_steps, seconds, folder, continues=bool(started), limited=limited), flush=True
         )
     trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
-    final = trainer.validate(model, held_out)[0]["val_loss"]
+    trainer.validate(model, held_out, verbose=False)
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
     if trainer.is_global_zero:
-        report(model, trainer, final)
+        report(model, trainer)
         print(NEXT)
 
 
@@ -192,17 +227,16 @@ next:
     stratagem plugins list --kind strategy             what else can train it"""
 
 
-def plan(
-    model: CharGPT, characters: int, steps: int, seconds: float, folder: Path, continues: bool, limited: bool
-) -> str:
+def plan(model: GPT, characters: int, steps: int, seconds: float, folder: Path, continues: bool, limited: bool) -> str:
     """Say what the demo is about to do, and how long it takes; with `limited`, training ends after `BUDGET_S`."""
     work = f"{'up to ' if limited else ''}{steps} steps, about {minutes(seconds * steps * OVERHEAD)}"
     work += f" and {minutes(BUDGET_S)} at most" if limited else ""
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    often = f"every {SAVE_EVERY} steps, " if steps > SAVE_EVERY else ""
     lines = [
         f"training a GPT with {size:.1f} million parameters on the Python manual ({characters:,} characters)",
         f"{work}; then it generates text",
-        f"checkpoints and logs go to {folder}: saved every {SAVE_EVERY} steps, at the end and on Ctrl-C",
+        f"checkpoints and logs go to {folder}: saved {often}at the end and on Ctrl-C",
     ]
     if continues:
         lines.append(f"continuing from the checkpoints in {folder}; delete that folder to start again")
@@ -222,19 +256,26 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def report(model: CharGPT, trainer: sg.Trainer, val_loss: float) -> None:
-    """Print the loss and a sample."""
+def report(model: GPT, trainer: sg.Trainer) -> None:
+    """Print how well the model predicts, and a sample."""
     model.eval()
-    sample = model.generate("The Python language", length=400)
-    print(f"\nvalidation loss {val_loss:.3f} nats per character after {trainer.global_step} steps; generated text:\n")
+    sample = model.generate("The Python language", length=100)
+    print(f"\n{progress(model.perplexities)}\nafter {trainer.global_step} steps; generated text:\n")
     print("    " + sample.replace("\n", "\n    "))
+
+
+def progress(perplexities: list[tuple[int, float]]) -> str:
+    """Return the first, the middle and the last of the `perplexities` as a sentence."""
+    steps = sorted({step for step, _ in perplexities})
+    chosen = sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]})
+    return "validation perplexity: " + ", ".join(f"{dict(perplexities)[step]:.0f} at step {step}" for step in chosen)
 
 
 #: What the first process has measured, for the processes that it starts: precision, steps and seconds of a step.
 _MEASURED = "STRATAGEM_DEMO_MEASURED"
 
 
-def measured(model: CharGPT, precision: str | None, steps: int | None, batch_size: int) -> tuple[str, int, float]:
+def measured(model: GPT, precision: str | None, steps: int | None, batch_size: int) -> tuple[str, int, float]:
     """Return the precision whose steps are faster here, as many steps as fit the budget, and the seconds of one.
 
     All processes get the same. Both are as given where they are given.
@@ -249,12 +290,12 @@ def measured(model: CharGPT, precision: str | None, steps: int | None, batch_siz
     return name, int(number), float(text)
 
 
-def _seconds(model: CharGPT, mixed: bool, batch_size: int) -> float:
+def _seconds(model: GPT, mixed: bool, batch_size: int) -> float:
     """Return the time of a step, with as many threads as each of two processes has on a CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
-    probe = CharGPT(model.vocabulary).to(device)
+    probe = GPT(model.vocabulary).to(device)
     batch = torch.randint(len(model.vocabulary), (2, batch_size, CONTEXT), device=device)
     times = []
     for _ in range(5):

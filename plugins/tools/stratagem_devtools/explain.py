@@ -54,19 +54,22 @@ class Explain(Command):
         raise StratagemError(f"{arguments.script} ended without launching a run", expected="a fit, or Run.launch")
 
     @staticmethod
-    def text(description: dict[str, Any]) -> str:
-        """Return the `description` of a run as a tree."""
+    def text(description: dict[str, Any], assigns: str = " = ") -> str:
+        """Return the `description` of a run as a tree; `assigns` stands between a name and its value."""
         processes = description["processes"]
-        lines = [f"{processes['per_node']} process(es) on each of {processes['nodes']} node(s)"]
+        count, nodes = processes["per_node"], processes["nodes"]
+        lines = ["1 process" if count == 1 else f"{count} processes"]
+        lines[0] += " on 1 node" if nodes == 1 else f" on each of {nodes} nodes"
         if len(processes["devices"]) != processes["per_node"]:
             lines[0] += f", each with {len(processes['devices'])} devices"
         lines += [
-            f"  {name} = {entry['value']}  ({entry['origin']})" for name, entry in description["arguments"].items()
+            f"  {name}{assigns}{entry['value']}  ({entry['origin']})"
+            for name, entry in description["arguments"].items()
         ]
         for plugin in description["plugins"]:
             package = f"{plugin['distribution']} {plugin['version']}" if plugin["distribution"] else "no package"
             lines.append(f"+ {plugin['kind']} {plugin['name']}  ({package}; {plugin['reason']})")
-            lines += [f"|   {o['name']} = {o['value']}  ({o['origin']})" for o in plugin["options"]]
+            lines += [f"|   {o['name']}{assigns}{o['value']}  ({o['origin']})" for o in plugin["options"]]
             for title in ("provides", "requires", "conflicts", "answers", "wraps", "acts"):
                 if plugin[title]:
                     lines.append(f"|   {title}: {', '.join(plugin[title])}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem.api import Command
 from stratagem.api.options import redact
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -108,7 +111,7 @@ class Predict(_RunFileCommand):
                 "no callback receives the predictions", expected="a callback that writes them",
                 do="add {name: prediction_writer, dirpath: predictions} to trainer.callbacks of the run file",
             )  # fmt: skip
-        trainer.predict(model, datamodule=data, ckpt_path=ckpt_path)
+        trainer.predict(model, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
 
 
 def _receives_predictions(receiver: Any) -> bool:
@@ -131,11 +134,32 @@ def table(results: Sequence[Mapping[str, float]]) -> str:
 
 
 def explain(job: Job) -> str:
-    """Return a description of the run: model and data with their arguments, then the resolved plugins."""
+    """Return a description of the run: model and data with their arguments, then the resolved plugins.
+
+    Values are as in a run file.
+    """
     lines = []
     for plan in (job.model, job.data):
         if plan is not None:
             lines.append(f"{plan.path} {plan.class_path}  ({plan.origin})")
             for name, value in plan.arguments.items():
-                lines.append(f"|   {name} = {shown(redact(name, value), None)}  ({plan.origins[name]})")
-    return "\n".join([*lines, job.trainer().explain()])
+                lines.append(f"|   {name}: {_as_yaml(shown(redact(name, value), None))}  ({plan.origins[name]})")
+    description = job.trainer().run.describe()
+    values = [*description["arguments"].values(), *(o for each in description["plugins"] for o in each["options"])]
+    for value in values:
+        value["value"] = _as_yaml(value["value"])
+    text = registry.find("command", "explain").load().text
+    return "\n".join([*lines, text(description, assigns=": ")])
+
+
+def _as_yaml(text: str) -> str:
+    """Return a value that is written in Python as it is written in YAML; anything but a literal stays as it is."""
+    import yaml
+
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    return (
+        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf).removesuffix("...\n").strip()
+    )

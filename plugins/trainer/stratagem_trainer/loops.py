@@ -292,7 +292,7 @@ class TrainLoop:
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:
-            log_step(state)
+            log_step(state, self._out_of_steps() or (is_last and position.epoch + 1 == self.settings.max_epochs))
 
     def _train(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""

@@ -88,11 +88,16 @@ def _publish_late(state: FitState, name: str, stage_metrics: StageMetrics) -> No
     state.late_metrics[name] = values[name] if metric.logger else None
 
 
-def log_step(state: FitState) -> None:
-    """After a training batch that has metrics: hand those of the step to the loggers when it is their turn."""
+def log_step(state: FitState, is_last: bool) -> None:
+    """After a training batch that has metrics: hand those of the step to the loggers when it is their turn.
+
+    Args:
+        is_last: a limit ends training after this batch. Its metrics must be in the checkpoint that is saved then.
+    """
     step = state.position.global_step
     state.stage_metrics.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
-    due = step % state.settings.log_every_n_steps == 0 or state.last_logged_step < 0  # the first one of a fit, too
+    is_first = state.last_logged_step < 0
+    due = is_first or is_last or step % state.settings.log_every_n_steps == 0
     if due and step != state.last_logged_step and step:
         state.last_logged_step = step
         _to_loggers(state, _for_loggers(state.stage_metrics, state.stage_metrics.step_values()))
@@ -104,7 +109,7 @@ def _for_loggers(stage_metrics: StageMetrics, values: dict[str, Any]) -> dict[st
 
 
 def log_last_step(state: FitState) -> None:
-    """After training: hand the metrics of its last step to the loggers, whatever the distance to the one before."""
+    """After training that something else than a limit ended: hand the metrics of its last step to the loggers."""
     if state.last_logged_step not in (-1, state.position.global_step):
         epoch, values = state.last_step
         _to_loggers(state, values, epoch=epoch)

@@ -293,6 +293,9 @@ class Trainer(View):
         results = self._evaluate("predict", *request, keep_predictions=keep)
         if not keep:
             return []
+        if self.settings.enable_progress_bar and not self.settings.barebones:
+            whose = "" if self.world_size == 1 else f"; the others of {self.world_size} processes have their own"
+            self.print(f"predict: returned the outputs of {sum(map(len, results))} batches{whose}")
         return results[0] if len(results) == 1 else results
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
