@@ -88,8 +88,7 @@ def __getattr__(name: str) -> Any:
             raise
         from stratagem.discovery.registry import how_to_install
 
-        do = how_to_install("stratagem-trainer", for_trainer=True)
-        message = f"stratagem.{name} is in a package that is not installed; {do}"
+        message = f"stratagem.{name} is in a package that is not installed; {how_to_install('stratagem-trainer')}"
         raise ModuleNotFoundError(message, name=error.name) from None
     finally:
         if collecting:

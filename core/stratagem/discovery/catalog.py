@@ -54,13 +54,9 @@ def whole(package: str) -> str:
     return "stratagem" if package in _catalog()["packages"] else f"stratagem {package}"
 
 
-def default_plugins() -> list[tuple[str, str, str]]:
-    """Return kind, name and package of every plugin that runs use when the user names none."""
-    names = set(_catalog()["defaults"].values())
-    provided = [
-        (kind, name, package) for package, kinds in packages().items() for kind in kinds for name in kinds[kind]
-    ]
-    return [each for each in provided if each[1] in names]
+def is_default(name: str) -> bool:
+    """Whether runs use a plugin called `name` when the user names none."""
+    return name in _catalog()["defaults"].values()
 
 
 # --- Names of other trainers ------------------------------------------------------------------------------------------

@@ -203,24 +203,15 @@ def find(kind: str, name: str) -> Entry:
     raise _unknown(kind, wanted, name)
 
 
-def how_to_install(package: str, for_trainer: bool = False) -> str:
-    """Return the advice to install `package`, and with it all that a run by default still lacks.
-
-    Args:
-        for_trainer: also what a Trainer needs. Otherwise only where its package is installed.
-    """
-    providers, known = catalog.providers("kind"), kinds()
-    lacking = {providers[kind] for kind in providers.keys() - known.keys()} if for_trainer else set()
-    for kind, name, provider in catalog.default_plugins():
-        wanted = for_trainer or kind in known
-        if wanted and not any(entry.is_called(name) for entry in entries(kind, hidden=True)):
-            lacking.add(provider)
+def how_to_install(package: str) -> str:
+    """Return the advice to install `package`, and with it all that a Trainer's run by default still lacks."""
+    providers = catalog.providers("kind")
+    lacking = {providers[kind] for kind in providers.keys() - kinds().keys()} | {
+        provider for provider, plugins in catalog.packages().items() for kind in plugins for name in plugins[kind]
+        if catalog.is_default(name) and not any(entry.is_called(name) for entry in entries(kind, hidden=True))
+    }  # fmt: skip
     only = " ".join([package, *sorted(lacking - {package})])
-    return (
-        f"run `pip install {only}`"
-        if only == package
-        else (f"run `pip install {catalog.whole(package)}`, or only `pip install {only}`")
-    )
+    return f"run `pip install {catalog.whole(package)}`, or only `pip install {only}`"
 
 
 def _unknown(kind: str, wanted: str, name: str) -> PluginError:

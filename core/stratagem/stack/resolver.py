@@ -290,15 +290,14 @@ def _several(kind: str, choices: list[Choice]) -> ConfigError:
 
 
 def _launcher(chooser: Chooser, settings: Any, strategy: Choice, processes: int) -> Choice:
-    fallback = ("launcher", "the default")
-    if processes > 1 and in_notebook():
-        fallback = ("launcher_notebook", "the default for several processes from a notebook")
-    wanted = strategy.plugin.default_launcher()
-    return _for_strategy(chooser, "launcher", settings.launcher, strategy, wanted, *fallback)
+    role = "launcher_notebook" if processes > 1 and in_notebook() else "launcher"
+    return _for_strategy(chooser, "launcher", settings.launcher, strategy, strategy.plugin.default_launcher(), role)
 
 
 def _checkpoint(chooser: Chooser, settings: Any, strategy: Choice) -> Choice:
-    return _for_strategy(chooser, "checkpoint", settings.checkpoint, strategy, strategy.plugin.default_checkpoint())
+    return _for_strategy(
+        chooser, "checkpoint", settings.checkpoint, strategy, strategy.plugin.default_checkpoint(), "checkpoint"
+    )
 
 
 def _comm_hooks(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choice]:
@@ -312,13 +311,11 @@ def _comm_hooks(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choic
     return asked or [attrs.evolve(choice, reason=reason) for choice in chooser.many("comm_hook", wanted or None)]
 
 
-def _for_strategy(
-    chooser: Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None, role: str = "", *reason: str
-) -> Choice:
+def _for_strategy(chooser: Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None, role: str) -> Choice:
     """Return the plugin of `kind` that the user chose, else the one that `strategy` needs, else the default."""
     asked = chooser.one(kind, value)
     if asked is None and wanted is None:
-        return chooser.refine(default(kind, role or kind, *reason))
+        return chooser.refine(default(kind, role))
     if asked is None:
         return chooser.refine(by_name(kind, wanted or "", f"{strategy} needs it"))
     if wanted is not None and wanted != asked.name:
