@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _abc
 import builtins
 import contextlib
+import io
 import json
 import os
 import re
@@ -28,6 +30,7 @@ from stratagem.distributed.probe import Answer, ask
 from stratagem.distributed.process_variables import child_environment, local_places, process_variables
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.reports import left, report
+from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.runtime.arrivals import Arrival, different_models, ranks_in_words
 from stratagem_launchers_local.children import Child, end
@@ -250,6 +253,28 @@ def test_a_process_that_we_ended_is_not_to_blame(tmp_path):
     assert "rank 1 was killed by SIGKILL" in str(root_cause(tmp_path, children, {}))
     report(ConnectionError("data host down"), 2, tmp_path)
     assert "data host down" in str(root_cause(tmp_path, [children[0], child(2, 1)], {}))
+
+
+def test_the_error_of_a_process_without_memory_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("gc.get_objects", _raise_memory_error)
+    report(ValueError("mine"), 0, tmp_path)
+
+    assert "rank 0 failed with ValueError: mine" in str(root_cause(tmp_path, [child(0, 1)], {}))
+
+
+def _raise_memory_error():
+    raise MemoryError
+
+
+def test_files_are_flushed_and_no_class_is_kept(tmp_path):
+    class_of_this_test = type("Some", (), {})
+    instance, known = class_of_this_test(), len(_abc._get_dump(io.IOBase)[2])
+    with (tmp_path / "file").open("w") as file:
+        file.write("x")
+        flush_files(on_disk=True)
+
+        assert (tmp_path / "file").read_text() == "x"
+    assert len(_abc._get_dump(io.IOBase)[2]) == known, instance
 
 
 def test_nothing_to_blame(tmp_path):

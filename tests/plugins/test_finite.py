@@ -132,7 +132,9 @@ def test_a_trial_may_diverge():
 
 
 class ByHand(Bad):
-    automatic_optimization = False
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -167,6 +169,74 @@ def test_arguments_that_contradict_are_refused():
         sg.Trainer(checks="finit")
     with pytest.raises(ConfigError, match="finite.gradients is True and a loss scale lets them overflow"):
         fit(Net(), checks=GRADIENTS, precision="16-mixed")
+
+
+# --- Skipped steps -----------------------------------------------------------------------------------------------
+
+SKIP = {"name": "finite", "action": "skip"}
+
+
+def _fit_with_optimizer(kind, bad, **options):
+    torch.manual_seed(1)
+    model = kind("gradient", bad)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = fit(model, [batch for number, batch in enumerate(BATCHES) if bad or number != 3], checks=SKIP, **options)
+    return weights_of(trainer), trainer.position.skipped_steps
+
+
+class Closes(Bad):
+    """Steps by hand, with a closure that computes the gradients."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = Bad.training_step(self, batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+class SparseRows(Bad):
+    """Has an embedding with sparse gradients, one row of which is not finite in the bad batch."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.table = nn.Embedding(4, 1, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        rows = self.table(torch.tensor([0, 1, 1]))
+        loss = Net.training_step(self, batch, batch_idx) + rows.square().sum()
+        return loss + 0 * (0 * rows[0]).sqrt().sum() if batch_idx in self.batches else loss
+
+
+@pytest.mark.filterwarnings("ignore:the loss of rank")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Closes, {}), (SparseRows, {}), (Bad, {"gradient_clip_val": 0.01}),
+        (Bad, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    ],
+)  # fmt: skip
+def test_a_skipped_step_changes_nothing(kind, options):
+    fitted, without = (_fit_with_optimizer(kind, bad, **options) for bad in ((3,), ()))
+
+    assert (fitted[1], without[1]) == (1, 0)
+    assert relative_difference(fitted[0], without[0]) == 0
+
+
+def test_steps_of_an_optimizer_that_evaluates_the_model_itself_cannot_be_skipped():
+    model = Net()
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())
+
+    with pytest.raises(ConfigError, match="finite.action is 'skip' and LBFGS moves the weights before it has all grad"):
+        fit(model, checks=SKIP)
 
 
 # --- Several ranks -----------------------------------------------------------------------------------------------

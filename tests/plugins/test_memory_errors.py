@@ -205,7 +205,7 @@ except torch.OutOfMemoryError as error:
 def test_a_process_whose_memory_is_really_full_says_so(tmp_path):
     done = scripts.run([sys.executable, "-c", LIMITED], cwd=tmp_path, capture_output=True, text=True, check=True)
 
-    held = re.search(r"and 4.0 GiB are allowed; it held ([\d.]+) GiB of activations", done.stdout)
+    held = re.search(r"and `ulimit -v` allows addresses of 4.0 GiB; it held ([\d.]+) GiB of activations", done.stdout)
     assert held, done.stdout + done.stderr
     assert 1 < float(held[1]) < 4
     assert "it asked for 16.0 MiB, and " in done.stdout

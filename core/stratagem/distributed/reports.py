@@ -23,7 +23,8 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
     path = folder / f"{rank}.json"
     if path.exists():
         return
-    flush_files(on_disk=True)
+    with contextlib.suppress(MemoryError):  # the error may be that memory is short
+        flush_files(on_disk=True)
     parts = {}
     if isinstance(error, StratagemError):
         parts = {"found": error.found, "expected": error.expected, "do": error.do}

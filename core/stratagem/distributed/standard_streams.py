@@ -9,6 +9,9 @@ import os
 import stat
 import sys
 
+#: The base of all files. Abstract ones such as io.IOBase keep what each class of the program is, which takes memory.
+_FILE: type = io.IOBase.__base__  # type: ignore[assignment]
+
 
 def open_standard_streams() -> None:
     """Open null streams for a program that was started without standard output or error (``>&-``, a service).
@@ -36,7 +39,7 @@ def flush_files(*, on_disk: bool = False) -> None:
         on_disk: only of files on a disk, which do not wait for a reader, as a pipe does.
     """
     for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):
+        if issubclass(type(each), _FILE):
             with contextlib.suppress(Exception):  # it is closed, or for reading, or of a class of the user's
                 if not on_disk or stat.S_ISREG(os.fstat(each.fileno()).st_mode):
                     each.flush()

@@ -64,7 +64,8 @@ def backward(loss: Any, run: Any) -> bool:
 def clip_gradients(optimizer: Any, max_norm: Any, max_value: Any) -> Any:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if max_value is not None:
-        nn.utils.clip_grad_value_(parameters, max_value)
+        if any(parameter.grad is not None for parameter in parameters):  # torch raises an error for none
+            nn.utils.clip_grad_value_(parameters, max_value)
         return 0.0
     return nn.utils.clip_grad_norm_(parameters, max_norm)
 

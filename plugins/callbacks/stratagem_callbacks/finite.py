@@ -12,6 +12,7 @@ from attrs import define, field
 
 from stratagem.api import CUSTOM_CLIPPING, hookimpl
 from stratagem.api.capabilities import CHECKS_GRADIENTS
+from stratagem.api.parameters import needs_closure
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_trainer.api import Callback
@@ -106,8 +107,7 @@ class Finite(Callback):
         self._stop()
 
     def _on_gradient(self, trainer: TrainerView, name: str, gradient: torch.Tensor) -> None:
-        values: Any = gradient._values() if gradient.is_sparse else gradient.detach()
-        values = values.to_local() if hasattr(values, "to_local") else values
+        values = _local_values(gradient.detach())
         total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).abs()
         if total.is_cuda:
             self._waiting.append((_place(trainer, name), total))
@@ -156,13 +156,24 @@ class Finite(Callback):
 
 def _check_that_steps_can_be_skipped(run: RunContext) -> None:
     skips = "a loss scale" if run.policy.loss_scaling else "a comm hook" if run.provides(CHECKS_GRADIENTS) else ""
+    if closes_over := next(filter(needs_closure, run.optimizers), None):
+        raise ConfigError(
+            f"finite.action is 'skip' and {type(closes_over).__name__} moves the weights before it has all gradients",
+            expected="'error' or 'warn'",
+        )
     if skips or not run.provides(CUSTOM_CLIPPING):
         why = f"{skips} skips such steps" if skips else f"{run.title_of(run.strategy)} keeps the gradients to itself"
         raise ConfigError(f"finite.action is 'skip' and {why}", expected="'error' or 'warn'")
 
 
+def _local_values(gradient: Any) -> torch.Tensor:
+    gradient = gradient._values() if gradient.is_sparse else gradient
+    local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local
+
+
 def _are_finite(gradients: list[Any]) -> bool:
-    local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+    local = [_local_values(gradient) for gradient in gradients]
     return bool(torch.nn.utils.get_total_norm([each for each in local if each.numel()], math.inf).isfinite())
 
 

@@ -56,7 +56,7 @@ def explained(error: RuntimeError, trainer: TrainerView) -> OutOfMemoryError | N
     memory = read_memory(device, told_by(str(error)))
     held, part = held_by(trainer, device, memory.allocated), _part(error, trainer)
     found = f"rank {trainer.global_rank} ran out of memory on {device}, in {part}{_position(trainer)}: "
-    found += f"{_asked(memory)}; {_holders(held, memory)}"
+    found += f"{_asked(memory, held.on_cpu)}; {_holders(held, memory)}"
     ways = ways_out(trainer, held, memory, part)
     do = ", or ".join(way.text for way in ways)
     if memory.others > OTHERS * memory.total:
@@ -106,11 +106,14 @@ def _position(trainer: TrainerView) -> str:
 # --- Words -------------------------------------------------------------------------------------------------------
 
 
-def _asked(memory: Memory) -> str:
+def _asked(memory: Memory, on_cpu: bool) -> str:
     asked = "it asked for memory" if memory.asked == UNKNOWN else f"it asked for {byte_text(memory.asked)}"
     if memory.asked > memory.total:
         return f"{asked}, and all of the memory is {byte_text(memory.total)}"
-    allowed = "" if memory.limit is None else f", and {byte_text(memory.limit)} are allowed"
+    allowed = ""
+    if memory.limit is not None:
+        limit = byte_text(memory.limit)
+        allowed = f", and `ulimit -v` allows addresses of {limit}" if on_cpu else f", and {limit} are allowed"
     return f"{asked}, and {byte_text(memory.free)} of {byte_text(memory.total)} were free{allowed}"
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +33,12 @@ class OptimizerHandle:
             options: of the optimizer's own `step`.
         """
         state, run = self._state, self._state.run
-        state.events.emit("on_before_optimizer_step", optimizer=self.optimizer)
-        averaged = None if closure is None else averaging(closure, run.collectives)
+        before_step = functools.partial(state.events.emit, "on_before_optimizer_step", optimizer=self.optimizer)
+        evaluates_once = closure is not None and not needs_closure(self.optimizer)
+        if not evaluates_once:
+            before_step()
+        before_average = before_step if evaluates_once else None
+        averaged = None if closure is None else averaging(closure, run.collectives, before=before_average)
         stepped = run.step.optimizer_step(self.optimizer, averaged, **options)
         state.position.global_step += 1
         state.position.skipped_steps += not stepped
