@@ -86,9 +86,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "stratagem_trainer":
             raise
-        from stratagem.discovery.registry import how_to_install
-
-        message = f"stratagem.{name} is in a package that is not installed; {how_to_install('stratagem-trainer')}"
+        message = f"stratagem.{name} is in a package that is not installed; run `pip install stratagem`"
         raise ModuleNotFoundError(message, name=error.name) from None
     finally:
         if collecting:

@@ -137,7 +137,7 @@ def _check_known(words: Sequence[str], groups: dict[str, Any], names: Sequence[s
     if any(entry.name == start + word for entry in registry.entries("command", hidden=True)):
         raise StratagemError(f"command {title} is hidden by {registry.DENY_VARIABLE}", do="change that variable")
     if start + word in provided:
-        raise StratagemError(f"command {title} is not installed", do=registry.how_to_install(provided[start + word]))
+        raise StratagemError(f"command {title} is not installed", do=catalog.how_to_install(provided[start + word]))
     hint = nearest(word, [*installed, *_within(group, provided)])
     raise StratagemError(f"command {title} is unknown", expected=", ".join(sorted(installed)), do=hint)
 

@@ -117,7 +117,10 @@ def test_an_unknown_name_suggests_the_nearest():
 def test_a_known_but_absent_plugin_names_its_package(monkeypatch):
     monkeypatch.setattr(registry.catalog, "providers", lambda kind: {"warp": "stratagem-warp"})
 
-    with pytest.raises(PluginError, match="strategy 'warp' is not installed; run `pip install stratagem-warp`"):
+    with pytest.raises(
+        PluginError,
+        match="strategy 'warp' is not installed; run `pip install stratagem stratagem-warp`, or `pip install stratagem-warp`",
+    ):
         sg.Trainer(strategy="warp", **QUIET)
 
 
@@ -137,7 +140,10 @@ def test_an_argument_whose_plugin_is_absent_names_the_package(request, monkeypat
     registry.refresh()
 
     with (
-        pytest.raises(PluginError, match=f"callback '{name}' is not installed; run `pip install {package}`"),
+        pytest.raises(
+            PluginError,
+            match=f"callback '{name}' is not installed; run `pip install stratagem`, or `pip install {package}`",
+        ),
         sg.Trainer(accelerator="cpu", **arguments, **QUIET).init_module(empty_init=True),
     ):
         pass

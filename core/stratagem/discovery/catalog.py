@@ -41,22 +41,14 @@ def is_dtype(name: str) -> bool:
 
 def providers(kind: str) -> dict[str, str]:
     """Return the known plugin names of `kind`, each with the package that provides it."""
-    return {name: package for package, kinds in packages().items() for name in kinds.get(kind, ())}
+    packages: dict[str, dict[str, list[str]]] = {**_catalog()["packages"], **_catalog()["elsewhere"]}
+    return {name: package for package, kinds in packages.items() for name in kinds.get(kind, ())}
 
 
-def packages() -> dict[str, dict[str, list[str]]]:
-    """Return the known packages, each with the names of its plugins by kind."""
-    return {**_catalog()["packages"], **_catalog()["elsewhere"]}
-
-
-def whole(package: str) -> str:
-    """Return what to install for a `package` and all that a run may need."""
-    return "stratagem" if package in _catalog()["packages"] else f"stratagem {package}"
-
-
-def is_default(name: str) -> bool:
-    """Whether runs use a plugin called `name` when the user names none."""
-    return name in _catalog()["defaults"].values()
+def how_to_install(package: str) -> str:
+    """Return the advice to install a known `package`: one command with all that a run may need comes first."""
+    whole = "stratagem" if package in _catalog()["packages"] else f"stratagem {package}"
+    return f"run `pip install {whole}`, or `pip install {package}` for this alone"
 
 
 # --- Names of other trainers ------------------------------------------------------------------------------------------

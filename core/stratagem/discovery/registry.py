@@ -203,17 +203,6 @@ def find(kind: str, name: str) -> Entry:
     raise _unknown(kind, wanted, name)
 
 
-def how_to_install(package: str) -> str:
-    """Return the advice to install `package`, and with it all that a Trainer's run by default still lacks."""
-    providers = catalog.providers("kind")
-    lacking = {providers[kind] for kind in providers.keys() - kinds().keys()} | {
-        provider for provider, plugins in catalog.packages().items() for kind in plugins for name in plugins[kind]
-        if catalog.is_default(name) and not any(entry.is_called(name) for entry in entries(kind, hidden=True))
-    }  # fmt: skip
-    only = " ".join([package, *sorted(lacking - {package})])
-    return f"run `pip install {catalog.whole(package)}`, or only `pip install {only}`"
-
-
 def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     installed = [entry.name for entry in entries(kind)]
     hidden = [entry for entry in _scan() if entry.kind == kind and entry.name.lower() == wanted]
@@ -221,7 +210,7 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
         return PluginError(f"{kind} {name!r} is hidden by {hidden_by(hidden[0])}", do="change that variable")
     known = {other.lower(): package for other, package in catalog.providers(kind).items()}
     if package := known.get(wanted):
-        return PluginError(f"{kind} {name!r} is not installed", do=how_to_install(package))
+        return PluginError(f"{kind} {name!r} is not installed", do=catalog.how_to_install(package))
     others = (entry.kind for entry in entries() if entry.name.lower() == wanted and entry.kind in kinds())
     elsewhere = next(others, "")
     near = nearest(name, [*installed, *known])
@@ -231,11 +220,7 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     if instead:
         return PluginError(f"{kind} {name!r} is unknown", do=instead)
     listing = ", ".join(sorted(installed)) or "none; see `pip install stratagem-...` in the README"
-    return PluginError(
-        f"{kind} {name!r} is unknown",
-        expected=f"one of those installed: {listing}",
-        do=near,
-    )
+    return PluginError(f"{kind} {name!r} is unknown", expected=f"one of those installed: {listing}", do=near)
 
 
 @cache

@@ -97,9 +97,8 @@ class TorchCollectives(Collectives):
         if "nccl" in whole:
             connect_when_needed()
         try:
-            store = connect_store(world, start)
             # gloo's messages between two ranks keep the timeout with which the group is made: ranks meet before.
-            meet(store, "start", world.world_size, start)
+            store = meet(connect_store(world, start), "start", world.world_size, start)
             dist.init_process_group(
                 whole, store=store, timeout=timeout,
                 rank=world.rank, world_size=world.world_size,

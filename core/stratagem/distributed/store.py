@@ -77,11 +77,12 @@ def connect_store(world: World, timeout: timedelta) -> Any:
     return dist.PrefixStore(f"stratagem/{world.generation}/{_num_connections}", store)
 
 
-def meet(store: Any, key: str, world_size: int, timeout: timedelta) -> None:
-    """Wait until all ranks have come here with the same `key`, which is used once."""
+def meet(store: Any, key: str, world_size: int, timeout: timedelta) -> Any:
+    """Return `store` once all ranks have come here with the same `key`, which is used once."""
     if store.add(key, 1) == world_size:
         store.set(f"{key}/all", "")
     store.wait([f"{key}/all"], timeout)
+    return store
 
 
 def _key(world: World) -> tuple[object, ...]:

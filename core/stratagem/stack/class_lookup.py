@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 from stratagem.discovery import catalog, registry
-from stratagem.discovery.catalog import moved_names
 from stratagem.errors import PluginError, nearest
 
 
@@ -54,19 +53,16 @@ def _instead(kind: str, name: str) -> str:
     packages = catalog.providers(kind)
     for plugin, package in packages.items():
         if _plain(plugin) == wanted:
-            return (
-                f'use {registry.argument_of(kind)}="{plugin}"'
-                if plugin in installed
-                else registry.how_to_install(package)
-            )
-    for other, instead in (*moved_names("plugins").items(), *moved_names("classes").items()):
+            known = plugin in installed
+            return f'use {registry.argument_of(kind)}="{plugin}"' if known else catalog.how_to_install(package)
+    for other, instead in (*catalog.moved_names("plugins").items(), *catalog.moved_names("classes").items()):
         if _plain(other) == wanted:
             return instead
     for package in packages.values():
         if _plain(package.removeprefix("stratagem-")) == wanted:
             names = [plugin for plugin, provider in packages.items() if provider == package]
             choice = f"choose {', '.join(names[:-1])} or {names[-1]} by name"
-            return choice if names[0] in installed else f"{registry.how_to_install(package)}, and {choice}"
+            return choice if names[0] in installed else f"{catalog.how_to_install(package)}, and {choice}"
     return ""
 
 

@@ -180,4 +180,4 @@ def _ask(question: Any) -> Any:
 
 def _nothing_installed(kind: str) -> PluginError:
     package = next(iter(catalog.providers(kind).values()))
-    return PluginError(f"no usable {kind} plugin is installed", do=registry.how_to_install(package))
+    return PluginError(f"no usable {kind} plugin is installed", do=catalog.how_to_install(package))

@@ -216,7 +216,7 @@ def _not_installed(path: str, name: str) -> PluginError:
     """Return the error for `name` in `plugins`, where the kind is unknown."""
     packages = (catalog.providers(kind).get(name.lower()) for kind in registry.kinds())
     if package := next(filter(None, packages), None):
-        return PluginError(f"{path} {name!r} is not installed", do=registry.how_to_install(package))
+        return PluginError(f"{path} {name!r} is not installed", do=catalog.how_to_install(package))
     everything = [entry.name for entry in registry.entries()]
     do = catalog.moved(name.lower()) or nearest(name, everything) or "see `stratagem plugins list`"
     return PluginError(f"{path} {name!r} is not installed", expected="an installed plugin", do=do)
