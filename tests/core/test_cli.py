@@ -264,19 +264,19 @@ def test_a_command_of_two_packages_is_named_with_both(install, capsys):
     [
         (
             ["doctor"],
-            "command 'doctor' is not installed; run `pip install stratagem`, or `pip install stratagem-tools` for this alone",
+            "command 'doctor' is not installed; run `pip install stratagem`; for this alone, run `pip install stratagem-tools`",
         ),
         (
             ["plugins", "new", "strategy", "mine"],
-            "command 'plugins new' is not installed; run `pip install stratagem`, or `pip install stratagem-tools` for this alone",
+            "command 'plugins new' is not installed; run `pip install stratagem`; for this alone, run `pip install stratagem-tools`",
         ),
         (
             ["plugins", "list"],
-            "command 'plugins list' is not installed; run `pip install stratagem`, or `pip install stratagem-tools` for this alone",
+            "command 'plugins list' is not installed; run `pip install stratagem`; for this alone, run `pip install stratagem-tools`",
         ),
         (
             ["explain", "train.py"],
-            "command 'explain' is not installed; run `pip install stratagem`, or `pip install stratagem-tools` for this alone",
+            "command 'explain' is not installed; run `pip install stratagem`; for this alone, run `pip install stratagem-tools`",
         ),
         (["docter"], "did you mean 'doctor'"),
         (["plugins", "lst"], "command 'plugins lst' is unknown; did you mean 'list'"),

@@ -286,5 +286,5 @@ def test_the_engine_runs_without_the_trainer_and_its_names_say_what_to_install()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=hidden)
 
     assert done.stdout.splitlines() == [
-        "True", "stratagem.Trainer is in a package that is not installed; run `pip install stratagem-trainer`"
+        "True", "stratagem.Trainer is in a package that is not installed; run `pip install stratagem`"
     ], done.stderr  # fmt: skip

@@ -670,13 +670,13 @@ def test_a_modules_callbacks_join_and_replace_the_trainers(launcher):
     trainer.fit(Brings(brought), joined_batches(2, 8))
 
     # A subclass replaces its base, as in Lightning.
-    assert trainer.callbacks == [brought]
+    assert trainer.callbacks == (brought,)
     assert (len(brought.log), len(ours.log), len(replaced.log)) == (2, 0, 0)
 
     trainer.test(trainer.module, joined_batches(1, 8))
-    assert trainer.callbacks == [brought]
+    assert trainer.callbacks == (brought,)
     trainer.fit(Net(), joined_batches(1, 8))
-    assert trainer.callbacks == [ours, replaced]
+    assert trainer.callbacks == (ours, replaced)
     assert (len(brought.log), len(ours.log)) == (2, 1)
 
 

@@ -45,7 +45,7 @@ def test_one_command_installs_all_that_is_missing(tried):
     assert "run `pip install stratagem`" in said(TRIED[tried]).splitlines()[-1]
 
 
-def test_a_single_package_is_named_too_and_one_that_the_distribution_lacks_with_it():
+def test_a_single_package_is_named_too_and_one_that_the_distribution_lacks_alone():
     parts = ["stratagem-basics", "stratagem-ddp", "stratagem-checkpoints", "stratagem-libraries", "stratagem-trainer"]
     trainer, tpu = (
         "import stratagem as sg; sg.Trainer(accelerator='cpu')",
@@ -53,6 +53,6 @@ def test_a_single_package_is_named_too_and_one_that_the_distribution_lacks_with_
     )
 
     assert said(trainer, *parts).endswith(
-        "`pip install stratagem`, or `pip install stratagem-callbacks` for this alone."
+        "run `pip install stratagem`; for this alone, run `pip install stratagem-callbacks`."
     )
-    assert said(tpu).endswith("`pip install stratagem stratagem-xla`, or `pip install stratagem-xla` for this alone.")
+    assert said(tpu).endswith("is not installed; run `pip install stratagem-xla`.")

@@ -119,7 +119,7 @@ def test_a_known_but_absent_plugin_names_its_package(monkeypatch):
 
     with pytest.raises(
         PluginError,
-        match="strategy 'warp' is not installed; run `pip install stratagem stratagem-warp`, or `pip install stratagem-warp`",
+        match="strategy 'warp' is not installed; run `pip install stratagem`; for this alone, run `pip install stratagem-warp`",
     ):
         sg.Trainer(strategy="warp", **QUIET)
 
@@ -142,7 +142,7 @@ def test_an_argument_whose_plugin_is_absent_names_the_package(request, monkeypat
     with (
         pytest.raises(
             PluginError,
-            match=f"callback '{name}' is not installed; run `pip install stratagem`, or `pip install {package}`",
+            match=f"callback '{name}' is not installed; run `pip install stratagem`; for this alone, run `pip install {package}`",
         ),
         sg.Trainer(accelerator="cpu", **arguments, **QUIET).init_module(empty_init=True),
     ):

@@ -53,7 +53,7 @@ class Asks(sg.Callback):
     @sg.hookimpl
     def on_train_start(self, trainer, run):
         hooks = [choice.plugin for choice in run.stack.comm_hooks]
-        counted = hooks[0].steps(run) if hooks else run.stack.strategies[0].plugin._steps
+        counted = hooks[0].steps(run) if hooks else run.stack.strategies[0].plugin.steps
         trainer.callback_metrics["steps before"] = float(counted)
 
 

@@ -149,7 +149,10 @@ def test_without_the_package_the_error_names_it(monkeypatch):
     registry.refresh()
     try:
         for call in (sg.Trainer(max_steps=1).plan, sg.Run().plan):
-            with pytest.raises(PluginError, match="command 'plan' is not installed; run `pip install stratagem-plan`"):
+            with pytest.raises(
+                PluginError,
+                match="command 'plan' is not installed; run `pip install stratagem`; for this alone, run `pip install stratagem-plan`",
+            ):
                 call(None)
     finally:
         monkeypatch.undo()

@@ -151,7 +151,7 @@ def test_a_default_one_is_there_unless_told_otherwise(tmp_path):
     assert any(isinstance(c, ModelCheckpoint) for c in sg.Trainer(**QUIET).callbacks)
     assert not sg.Trainer(enable_checkpointing=False, **QUIET).callbacks
     own = ModelCheckpoint(save_top_k=-1)
-    assert sg.Trainer(callbacks=[own], **QUIET).callbacks == [own]
+    assert sg.Trainer(callbacks=[own], **QUIET).callbacks == (own,)
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):

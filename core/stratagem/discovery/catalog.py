@@ -46,9 +46,9 @@ def providers(kind: str) -> dict[str, str]:
 
 
 def how_to_install(package: str) -> str:
-    """Return the advice to install a known `package`: one command with all that a run may need comes first."""
-    whole = "stratagem" if package in _catalog()["packages"] else f"stratagem {package}"
-    return f"run `pip install {whole}`, or `pip install {package}` for this alone"
+    """Return the advice to install a known `package`: first the command that installs all that a run may need."""
+    alone = f"run `pip install {package}`"
+    return alone if package in _catalog()["elsewhere"] else f"run `pip install stratagem`; for this alone, {alone}"
 
 
 # --- Names of other trainers ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,7 +77,7 @@ def _complete(evidence: dict[int, RankEvidence], reported: set[int], folder: Pat
         known = evidence.setdefault(child.rank, RankEvidence(rank=child.rank, process=child.pid))
         known.ending = None if child.was_ended else child.poll()
         known.is_over = left(folder, child.rank).exists()
-        known.has_own_error &= child.rank in reported  # not KeyboardInterrupt
+        known.has_own_error &= known.ending not in (130, -signal.SIGINT)  # nobody reports KeyboardInterrupt
     for rank in reported & evidence.keys():
         evidence[rank].is_echo = True
 
