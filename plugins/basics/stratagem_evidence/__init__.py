@@ -22,10 +22,10 @@ from stratagem_evidence.rank_evidence import (
     read_all,
 )
 from stratagem_evidence.recorder import Recorder
-from stratagem_evidence.rules import Verdict, as_torch_recorded, by_group, it_was, signal_name, verdict
+from stratagem_evidence.rules import INTERRUPTED, Verdict, as_torch_recorded, by_group, it_was, signal_name, verdict
 
 __all__ = [
-    "EVIDENCE_VARIABLE", "RankEvidence", "Recorder", "Verdict", "as_text", "as_torch_recorded", "ask_for_stacks",
-    "by_group", "clear", "delete_evidence", "delete_if_all_exited", "evidence_folder", "from_text", "in_words",
-    "it_was", "judged", "keep", "read_all", "read_kept", "signal_name", "verdict",
+    "EVIDENCE_VARIABLE", "INTERRUPTED", "RankEvidence", "Recorder", "Verdict", "as_text", "as_torch_recorded",
+    "ask_for_stacks", "by_group", "clear", "delete_evidence", "delete_if_all_exited", "evidence_folder", "from_text",
+    "in_words", "it_was", "judged", "keep", "read_all", "read_kept", "signal_name", "verdict",
 ]  # fmt: skip

@@ -32,11 +32,9 @@ from stratagem_evidence.ring import Record, Site
 _NAMED = 4
 
 _EXIT = "look for sys.exit, exit or os._exit in the script and what it imports"
-_EXITS = {
-    0: "exited with code 0 before its training was over",
-    130: "was interrupted",
-    -signal.SIGINT: "was interrupted",
-}
+#: Exit codes of a process that KeyboardInterrupt ended.
+INTERRUPTED = (130, -signal.SIGINT)
+_EXITS = {0: "exited with code 0 before its training was over", **dict.fromkeys(INTERRUPTED, "was interrupted")}
 _SAME_CALLS = "make the same calls on all ranks"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ from attrs import frozen
 from stratagem import errors
 from stratagem.distributed.reports import left
 from stratagem.errors import LaunchError, PeerError, StratagemError
-from stratagem_evidence import RankEvidence, ask_for_stacks, keep, read_all, verdict
+from stratagem_evidence import INTERRUPTED, RankEvidence, ask_for_stacks, keep, read_all, verdict
 
 if TYPE_CHECKING:
     from stratagem_launchers_local.children import Child
@@ -77,7 +76,7 @@ def _complete(evidence: dict[int, RankEvidence], reported: set[int], folder: Pat
         known = evidence.setdefault(child.rank, RankEvidence(rank=child.rank, process=child.pid))
         known.ending = None if child.was_ended else child.poll()
         known.is_over = left(folder, child.rank).exists()
-        known.has_own_error &= known.ending not in (130, -signal.SIGINT)  # nobody reports KeyboardInterrupt
+        known.has_own_error &= known.ending not in INTERRUPTED  # nobody reports that
     for rank in reported & evidence.keys():
         evidence[rank].is_echo = True
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from attrs import define, field
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError, nearest
+from stratagem_callbacks.finetuning import NORMS, follow_new_group
 from stratagem_callbacks.finetuning import BaseFinetuning as BaseFinetuning
-from stratagem_callbacks.finetuning import follow_new_group
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class BackboneFinetuning(Callback):
         if not self._modes or self._modes[0][0] is not backbone:
             self._modes = [(part, part.training) for part in backbone.modules()]
         for part in backbone.modules():
-            if not (self.train_bn and isinstance(part, _BatchNorm)):
+            if not (self.train_bn and isinstance(part, NORMS)):
                 for parameter in part.parameters(recurse=False):
                     parameter.requires_grad = False
 

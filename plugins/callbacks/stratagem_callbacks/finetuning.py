@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stratagem.api import RunContext
     from stratagem_trainer.api import TrainerView
 
-_NORMS = (nn.modules.batchnorm._BatchNorm,)
+NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 @define(eq=False, kw_only=True)
@@ -59,7 +59,7 @@ class BaseFinetuning(Callback):
     ) -> Iterator[nn.Parameter]:
         """Yield the parameters of `modules` that require gradients, or not; those of BatchNorm with `train_bn` only."""
         for part in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(part, _NORMS):
+            if train_bn or not isinstance(part, NORMS):
                 yield from (each for each in part.parameters(recurse=False) if each.requires_grad == requires_grad)
 
     @staticmethod
@@ -70,7 +70,7 @@ class BaseFinetuning(Callback):
             train_bn: BatchNorm is trained all the same; otherwise its running statistics are not updated either.
         """
         for part in BaseFinetuning.flatten_modules(modules):
-            _set_trained(part, train_bn and isinstance(part, _NORMS))
+            _set_trained(part, train_bn and isinstance(part, NORMS))
 
     @staticmethod
     def make_trainable(modules: nn.Module | Iterable[Any]) -> None:
@@ -129,7 +129,7 @@ class BaseFinetuning(Callback):
                     found = [each for each in part._parameters.values() if each is not None and id(each) in own]
                     for parameter in found:
                         parameter.requires_grad = True
-                    if found and isinstance(part, _NORMS):
+                    if found and isinstance(part, NORMS):
                         part.track_running_stats = True
                 rate = float(optimizer.param_groups[0]["lr"])
                 optimizer.add_param_group({"params": new, "lr": rate, "initial_lr": rate})
@@ -166,7 +166,7 @@ class BaseFinetuning(Callback):
 
 def _set_trained(part: nn.Module, trained: bool) -> None:
     """Train the parameters of `part` itself, or freeze them; and so the running statistics of a BatchNorm module."""
-    if isinstance(part, _NORMS):
+    if isinstance(part, NORMS):
         part.track_running_stats = trained
     for parameter in part.parameters(recurse=False):
         parameter.requires_grad = trained

@@ -152,6 +152,10 @@ def _of_tensors(one: Any, other: Any, tolerance: float) -> str:
 def convert(arguments: argparse.Namespace) -> int:
     source, target = as_path(arguments.path), as_path(arguments.to)
     name = arguments.format or _format_for(target)
+    if arguments.max_shard_size is not None and name != "huggingface":
+        raise ConfigError(
+            f"--max-shard-size is set with --to {name}", expected="--to huggingface", do="remove it, or change --to"
+        )
     export = {"huggingface": write_huggingface, "state_dict": write_state_dict}.get(name)
     checkpoint_format = format_named("full" if export else name)
     if target.exists():
@@ -161,19 +165,11 @@ def convert(arguments: argparse.Namespace) -> int:
         weights = {key: value for key, value in state["state_dict"].items() if hasattr(value, "shape")}
         export(target, weights, arguments.max_shard_size)
     else:
-        _check_no_shards(name, arguments.max_shard_size)
         if arguments.weights_only:
             state = {key: value for key, value in state.items() if key in ("state_dict", "format", "hyper_parameters")}
         write_with(checkpoint_format, state, target, SingleProcessRun())
     print(f"{target}: {_size(target) / 1e6:.1f} MB")
     return 0
-
-
-def _check_no_shards(name: str, max_shard_size: str | None) -> None:
-    if max_shard_size is not None:
-        raise ConfigError(
-            f"--max-shard-size is set with --to {name}", expected="--to huggingface", do="remove it, or change --to"
-        )
 
 
 def renamed(state: dict[str, Any], rules: Sequence[str]) -> dict[str, Any]:

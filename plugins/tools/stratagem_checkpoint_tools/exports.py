@@ -47,14 +47,8 @@ def write_huggingface(target: Path, weights: Mapping[str, Tensor], max_shard_siz
         staged.clear_away()
 
 
-def write_state_dict(target: Path, weights: Mapping[str, Tensor], max_shard_size: str | None = None) -> None:
-    """Write what ``torch.save(model.state_dict(), target)`` writes.
-
-    Raises:
-        ConfigError: there is a `max_shard_size`.
-    """
-    if max_shard_size is not None:
-        raise ConfigError("--max-shard-size is set with --to state_dict", expected="--to huggingface", do="remove it")
+def write_state_dict(target: Path, weights: Mapping[str, Tensor], _: str | None = None) -> None:
+    """Write what ``torch.save(model.state_dict(), target)`` writes: one file, whatever its size."""
     staged = target.with_name(f".{target.name}.staged")
     torch.save(dict(weights), staged)
     staged.rename(target)

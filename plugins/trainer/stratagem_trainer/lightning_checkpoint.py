@@ -24,22 +24,20 @@ from stratagem.checkpoint.state_checks import applying
 from stratagem.errors import CheckpointError
 from stratagem.stack import identity
 from stratagem_trainer.module import overrides
-from stratagem_trainer.progress import Position
+from stratagem_trainer.progress import LIGHTNING_VERSION, Position
 
 if TYPE_CHECKING:
     from torch import nn
 
     from stratagem_trainer.fit_state import FitState
 
-#: The key by which a checkpoint of Lightning is recognised.
-VERSION = "pytorch-lightning_version"
 #: A callback's key: its class, and the options that tell it from others of its class.
 _KEY = re.compile(r"(?P<name>[\w.]+)(?P<options>\{.*\})?")
 #: The options by which two callbacks of a class differ.
 _WATCHED = {"monitor", "mode"}
 #: Entries of a checkpoint that are read here, or that say nothing beside them.
 _KNOWN = {
-    VERSION, "epoch", "global_step", "state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers",
+    LIGHTNING_VERSION, "epoch", "global_step", "state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers",
     "hyper_parameters", "hparams_name", "hparams_type", "hparams_left_out", "datamodule_hyper_parameters",
     "datamodule_hparams_name", "datamodule_hparams_type", "current_model_state", "averaging_state", "datamodule",
 }  # fmt: skip
@@ -53,7 +51,7 @@ def translated(fit: FitState, state: dict[str, Any], path: Any) -> dict[str, Any
     Raises:
         CheckpointError: something in it is not what Lightning 2 writes, or fits another optimizer.
     """
-    version, weights = state[VERSION], state.pop("state_dict")
+    version, weights = state[LIGHTNING_VERSION], state.pop("state_dict")
     average = weights if "current_model_state" in state else None
     result: dict[str, Any] = {"state_dict": state.pop("current_model_state", weights)}
     if "loops" not in state or "optimizer_states" not in state:

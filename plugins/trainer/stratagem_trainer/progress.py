@@ -12,6 +12,9 @@ from typing import Any
 
 from attrs import define, field
 
+#: The key by which a checkpoint of Lightning is recognised.
+LIGHTNING_VERSION = "pytorch-lightning_version"
+
 
 @define(eq=False, repr=False)
 class Position:

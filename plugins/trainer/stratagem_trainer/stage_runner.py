@@ -27,6 +27,7 @@ from stratagem_trainer.module import Module, build, overrides
 from stratagem_trainer.module_checks import check, check_optimizers
 from stratagem_trainer.optimizer_handle import OptimizerHandle
 from stratagem_trainer.optimizers import read
+from stratagem_trainer.progress import LIGHTNING_VERSION
 from stratagem_trainer.request import RequestLoaders, StageRequest
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ class StageRunner:
         self.read_from, state = found
         self.state.events.emit("on_load_checkpoint", checkpoint=state)
         lightnings = type(self.request.datamodule).__qualname__
-        if "pytorch-lightning_version" in state and lightnings in state:
+        if LIGHTNING_VERSION in state and lightnings in state:
             state["datamodule"] = state.pop(lightnings)
         if "datamodule" in state and overrides(self.request.datamodule, "load_state_dict", DataModule):
             self.request.datamodule.load_state_dict(state["datamodule"])

@@ -38,6 +38,7 @@ from stratagem_trainer.api import has_role
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.hyperparameters import stored_hyperparameters
 from stratagem_trainer.module import build, overrides
+from stratagem_trainer.progress import LIGHTNING_VERSION
 from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
         CheckpointError: something in it is not what a run like this one saves; on all ranks.
     """
     run, position = fit.run, fit.position
-    if "pytorch-lightning_version" in state:
+    if LIGHTNING_VERSION in state:
         from stratagem_trainer import lightning_checkpoint
 
         state = lightning_checkpoint.translated(fit, state, path)
