@@ -1,4 +1,4 @@
-"""Accelerators for the devices of torch: cpu, cuda, mps. Listing them must be fast, so methods import torch."""
+"""Accelerators for the devices of torch: cpu, cuda, xpu, mps. Listing them must be fast, so methods import torch."""
 
 from __future__ import annotations
 
@@ -102,11 +102,35 @@ class MPSAccelerator(Accelerator):
         return torch.device("mps", index)
 
 
+@define(eq=False, kw_only=True)
+class XPUAccelerator(Accelerator):
+    """Train on Intel GPUs; processes communicate over XCCL."""
+
+    precedence = 15
+    backend = "xccl"
+    capabilities = Capabilities(provides={"device:xpu"})
+
+    def count(self) -> int:
+        import torch
+
+        return torch.xpu.device_count()
+
+    def device(self, index: int) -> torch.device:
+        import torch
+
+        return torch.device("xpu", index)
+
+    def activate(self, device: torch.device) -> None:
+        import torch
+
+        torch.xpu.set_device(device)
+
+
 def gpu() -> Accelerator:
-    """Return the accelerator for ``gpu``: mps where available, else cuda."""
-    for accelerator in (MPSAccelerator(), CUDAAccelerator()):
+    """Return the accelerator for ``gpu``: mps where available, else cuda, else xpu."""
+    for accelerator in (MPSAccelerator(), CUDAAccelerator(), XPUAccelerator()):
         if accelerator.count():
             return accelerator
     raise ConfigError(
-        "accelerator is 'gpu' and torch finds none", expected="an MPS or CUDA device", do='use "cpu" or "auto"'
+        "accelerator is 'gpu' and torch finds none", expected="an MPS, CUDA or XPU device", do='use "cpu" or "auto"'
     )

@@ -64,6 +64,10 @@ class TestMPS(AcceleratorConformance):
     plugin = "mps"
 
 
+class TestXPU(AcceleratorConformance):
+    plugin = "xpu"
+
+
 class TestFullCheckpoint(CheckpointConformance):
     plugin = "full"
 

@@ -45,7 +45,7 @@ def test_the_state_of_a_device_goes_to_the_device_in_its_place(gpus, saving, loa
     others = [generator.get_state() for generator in here]
     restore_random_state(state, [device(loading[1])])
 
-    assert len(state["cuda"]) == 1
+    assert len(state["devices"]) == 1
     assert torch.equal(draw(here[loading[1]]), expected)
     for number, (generator, before) in enumerate(zip(here, others, strict=True)):
         assert number == loading[1] or torch.equal(generator.get_state(), before)
@@ -70,13 +70,15 @@ def test_the_current_device_stands_for_those_that_are_not_named(gpus):
     assert torch.equal(draw(there[2]), expected)
 
 
-def test_states_of_all_visible_devices_which_earlier_versions_saved_are_found_by_index(gpus):
-    there = gpus(4)
-    state = random_state([]) | {"cuda": [generator.get_state() for generator in there]}
-    expected = draw(there[3])
-    restore_random_state(state, [device(3)])
+def test_an_xpu_has_a_state(monkeypatch):
+    generator = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "default_generators", (generator,))
+    state = random_state([torch.device("xpu", 0)])
+    expected = draw(generator)
+    restore_random_state(state, [torch.device("xpu", 0)])
 
-    assert torch.equal(draw(there[3]), expected)
+    assert torch.equal(draw(generator), expected)
 
 
 def test_a_device_without_a_saved_state_begins_with_the_seed(gpus):
@@ -86,7 +88,7 @@ def test_a_device_without_a_saved_state_begins_with_the_seed(gpus):
     (here,) = gpus(1)
     restore_random_state(state, [device(0)])
 
-    assert state["cuda"] == []
+    assert state["devices"] == []
     assert torch.equal(draw(here), torch.rand(3, generator=torch.Generator().manual_seed(17)))
 
 
@@ -101,5 +103,5 @@ def test_a_device_that_is_not_started_stays_so(monkeypatch):
     expected = torch.rand(3)
     restore_random_state(state, [device(0)])
 
-    assert state["cuda"] == []
+    assert state["devices"] == []
     assert torch.equal(torch.rand(3), expected)

@@ -113,8 +113,8 @@ def test_random_states_come_back_and_a_sampler_of_ones_own_leaves_them():
         torch.rand(3)
 
     assert torch.equal(torch.rand(3, device=device), first)
-    assert len(state["cuda"]) == 1
-    assert state["cuda"][0].device.type == "cpu"
+    assert len(state["devices"]) == 1
+    assert state["devices"][0].device.type == "cpu"
 
 
 def test_a_run_on_the_cpu_is_forked_beside_the_gpu():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stratagem.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from stratagem.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XPUAccelerator
 from stratagem.config.devices import parse_devices
 from stratagem.errors import ConfigError
 
@@ -23,13 +23,15 @@ def test_the_modules_that_auto_asks_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_auto_prefers_mps_to_cuda_to_cpu():
-    assert MPSAccelerator.precedence > CUDAAccelerator.precedence > CPUAccelerator.precedence
+def test_auto_prefers_mps_to_cuda_to_xpu_to_cpu():
+    classes = (MPSAccelerator, CUDAAccelerator, XPUAccelerator, CPUAccelerator)
+    assert sorted(classes, key=lambda cls: -cls.precedence) == list(classes)
 
 
 def test_each_provides_its_device_and_its_backend():
     for cls, word, backend in (
         (CPUAccelerator, "device:cpu", "gloo"), (CUDAAccelerator, "device:cuda", "nccl"), (MPSAccelerator, "device:mps", "gloo"),
+        (XPUAccelerator, "device:xpu", "xccl"),
     ):  # fmt: skip
         assert word in cls.capabilities.provides
         assert (cls.backend, cls().device(0).type) == (backend, word.removeprefix("device:"))
@@ -42,10 +44,13 @@ def test_counting_does_not_start_cuda():
     assert torch.cuda.is_initialized() == started
 
 
-@pytest.mark.parametrize(("mps", "cuda", "expected"), [(1, 2, "mps"), (0, 2, "cuda"), (1, 0, "mps")])
-def test_gpu_is_mps_where_there_is_one_else_cuda(monkeypatch, mps, cuda, expected):
+@pytest.mark.parametrize(
+    ("mps", "cuda", "xpu", "expected"), [(1, 2, 0, "mps"), (0, 2, 1, "cuda"), (1, 0, 1, "mps"), (0, 0, 1, "xpu")]
+)
+def test_gpu_is_mps_where_there_is_one_else_cuda_else_xpu(monkeypatch, mps, cuda, xpu, expected):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: bool(mps))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: xpu)
 
     assert accelerators.gpu().device(0).type == expected
 

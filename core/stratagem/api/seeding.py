@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -97,7 +98,7 @@ def random_state(devices: Sequence[torch.device] | None = None) -> dict[str, Any
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.default_generators[index].get_state() for index in _started(devices)],
+        "devices": [generator.get_state() for generator in _generators(devices)],
     }
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
@@ -117,26 +118,22 @@ def restore_random_state(state: dict[str, Any], devices: Sequence[torch.device] 
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
-    indices, saved = _started(devices), dict(enumerate(state["cuda"]))
-    # Earlier versions saved the states of all visible devices, by index.
-    numbers = range(len(indices)) if len(indices) == len(saved) else indices
-    for index, number in zip(indices, numbers, strict=True):
-        generator = torch.cuda.default_generators[index]
-        if number in saved:
-            generator.set_state(saved[number])
-        else:
+    for generator, saved in itertools.zip_longest(_generators(devices), state["devices"]):
+        if saved is None:
             generator.manual_seed(torch.initial_seed())
+        elif generator is not None:
+            generator.set_state(saved)
     if "numpy" in state and "numpy" in sys.modules:
         name, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
-def _started(devices: Sequence[torch.device] | None) -> list[int]:
-    """Return the numbers of the CUDA devices among `devices`; none if CUDA is not started in this process."""
+def _generators(devices: Sequence[torch.device] | None) -> list[torch.Generator]:
+    """Return the generators of `devices`, those of a library (CUDA, XPU) that is started in this process."""
     import torch
 
-    if not torch.cuda.is_initialized():
-        return []
     if devices is None:
-        return [torch.cuda.current_device()]
-    return [device.index or 0 for device in devices if device.type == "cuda"]
+        devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []
+    libraries = {"cuda": torch.cuda, "xpu": torch.xpu}
+    known = [(libraries[device.type], device.index or 0) for device in devices if device.type in libraries]
+    return [library.default_generators[index] for library, index in known if library.is_initialized()]
