@@ -1,7 +1,7 @@
 """my_idea passes the checks for every strategy."""
 
-from stratagem_testing import StrategyConformance
+from stratagem_my_idea.conformance import MyIdeaStrategyConformance
 
 
-class TestMyIdea(StrategyConformance):
-    plugin = "my_idea"
+class TestMyIdeaStrategy(MyIdeaStrategyConformance):
+    """Add tests of what only this plugin does."""

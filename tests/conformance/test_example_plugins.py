@@ -18,7 +18,7 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyprojec
 SOURCES = [path for package in PACKAGES for path in package.glob("stratagem_*.py")]
 #: The pages that show the sources of the folders.
 PAGES = {
-    "writing-a-plugin.md": {"plain_averaging", "scaled_fp16", "step_time", "evaluators"},
+    "writing-a-plugin.md": {"plain_averaging", "step_time", "evaluators"},
     "comm-hook-in-25-lines.md": {"scaled_fp16"},
     "local-updates.md": {"elastic_averaging"},
 }

@@ -43,6 +43,7 @@ from stratagem_testing.reference import (
 from stratagem_trainer.option_texts import option_docs
 
 ROOT = Path(__file__).parents[2]
+KINDS = [*registry.kinds(), "command"]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
 
@@ -94,18 +95,38 @@ def test_every_kind_is_a_sound_plugin(kind, made):
     assert (entry.distribution, entry.version) == (f"stratagem-my-{kind.replace('_', '-')}", "0.1.0")
 
 
-def test_a_name_that_means_something_already_gets_a_class_of_its_own(made):
+def test_a_name_that_means_something_already_gets_another_class(made):
     entry = made("strategy", "strategy")
 
     assert check_entry(entry) is None
-    assert entry.load().__name__ == "StrategyPlugin"
+    assert entry.load().__name__ == "StrategyStrategy"
+
+
+@pytest.mark.parametrize(("name", "cls"), [("quick_strategy", "QuickStrategy"), ("quick", "QuickStrategy")])
+def test_the_class_ends_with_the_kind(name, cls):
+    assert f'{name} = "stratagem_{name}:{cls}"' in render("strategy", name)["pyproject.toml"]
+
+
+def test_a_kind_of_another_package_has_a_scaffold(made, tmp_path_factory, monkeypatch):
+    evaluators, installed = ROOT / "examples/plugins/evaluators", tmp_path_factory.mktemp("evaluators")
+    monkeypatch.chdir(evaluators)
+    buildapi.prepare_metadata_for_build_wheel(str(installed))
+    for path in (evaluators, installed):
+        monkeypatch.syspath_prepend(path)
+    registry.refresh()
+    entry = made("evaluator", "my_evaluator")
+
+    assert check_entry(entry) is None
+    assert entry.load().__mro__[1] is registry.kinds()["evaluator"].base
+    required = render("evaluator", "my_other")["pyproject.toml"]
+    assert 'dependencies = ["stratagem-core>=0.1,<0.2", "attrs>=24.1", "stratagem-evaluators"]' in required
 
 
 @pytest.fixture(scope="module")
 def linted(tmp_path_factory):
     """Return a folder with the plugins of each kind, and what ruff finds in all of them."""
     folder = tmp_path_factory.mktemp("kinds")
-    for kind in registry.kinds():
+    for kind in KINDS:
         (folder / kind).mkdir()
         write(kind, "my_idea", folder / kind)
     config = ["--no-cache", "--config", str(ROOT / "pyproject.toml"), str(folder)]
@@ -119,18 +140,20 @@ def linted(tmp_path_factory):
     return folder, found
 
 
-@pytest.mark.parametrize("kind", registry.kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_clean_and_tested(kind, linted):
     folder, found = linted
 
     assert [line for line in found if str(folder / kind) in line] == []
-    test = (folder / kind / "stratagem-my-idea" / "test_my_idea.py").read_text()
-    conformance = "".join(word.capitalize() for word in kind.split("_")) + "Conformance"
-    assert f"class TestMyIdea({conformance}):\n" in test
-    assert 'plugin = "my_idea"' in test
+    if kind == "command":
+        return
+    conformance = registry.kinds()[kind].conformance.rpartition(":")[2]
+    stated = (folder / kind / "stratagem-my-idea" / "stratagem_my_idea" / "conformance.py").read_text()
+    assert f"Conformance({conformance}):\n" in stated
+    assert 'plugin = "my_idea"' in stated
 
 
-@pytest.mark.parametrize("kind", registry.kinds())
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["strategy", "none", "path", "exception", "capabilities", "rank2"])
 def test_no_name_breaks_the_source(kind, name):
     for path, text in render(kind, name).items():
@@ -166,7 +189,7 @@ def test_templates_are_in_the_wheel(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     templates = {path.name for path in (package / "stratagem_devtools/templates").iterdir()}
 
-    assert {f"{kind}.py.txt" for kind in registry.kinds()} < templates
+    assert {f"{kind}.py.txt" for kind in KINDS} < templates
     assert {f"stratagem_devtools/templates/{name}" for name in templates} <= names
 
 
@@ -189,7 +212,7 @@ def test_the_command_says_where_and_what_next(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["strategies", "my_idea"], "kind 'strategies' is unknown; expected strategy, .*did you mean 'strategy'"),
-        (["command", "my_idea"], "kind 'command' is unknown; expected strategy"),
+        (["plugin", "my_idea"], "kind 'plugin' is unknown; expected strategy, .*, command"),
         (["strategy", "My-Idea"], "name 'My-Idea' is not valid .*; expected lower-case .*; write 'my_idea'"),
         (["strategy", "MyIdea"], "write 'my_idea'"),
         (["strategy", "2nd_idea_"], "write 'nd_idea'"),
@@ -414,7 +437,7 @@ def test_precision_computes_in_bf16(made):
 
 
 def _fit_with_hook(rank, world_size, batches):
-    hook = importlib.import_module("stratagem_my_idea").MyIdea
+    hook = importlib.import_module("stratagem_my_idea").MyIdeaCommHook
     on_two = {"strategy": "ddp", "devices": world_size}
     return [_fit(Net(), batches, comm_hook=hook(**options), **on_two) for options in ({}, {"min_elements": 10**6})]
 

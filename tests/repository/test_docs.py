@@ -85,7 +85,7 @@ def plugins() -> dict[str, type]:
 def test_plugins_of_the_docs_are_short():
     *plugins, kind = [len(source.splitlines()) for source in snippets("docs/writing-a-plugin.md")]
 
-    assert len(plugins) == 4
+    assert len(plugins) == 3
     assert max(plugins) <= 35
     assert kind <= 2 * 35  # and two plugins of it
 
@@ -180,30 +180,7 @@ def test_a_new_author_follows_the_page_alone(tmp_path, environment):
             path = place / name
             path.write_text(with_function_replaced(path.read_text(), source) if path.exists() else source)
 
-    assert "trained by MyIdea in 2 processes" in output
-
-
-@pytest.mark.slow
-def test_the_package_of_the_page_about_publishing_can_be_built_and_is_found(tmp_path):
-    (project,) = snippets("docs/publishing.md", "toml")
-    folder, wheels = tmp_path / "project", tmp_path / "wheels"
-    folder.mkdir()
-    (folder / "pyproject.toml").write_text(project)
-    source = (ROOT / "contrib" / "central" / "stratagem_central.py").read_text()
-    (folder / "stratagem_my_idea.py").write_text(source.replace("CentralStrategy", "MyIdea"))
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, folder]
-    done = subprocess.run(build, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    (wheel,) = wheels.glob("stratagem_my_idea-0.1.0-py3-none-any.whl")
-    script = (
-        "import stratagem as sg; print(type(sg.Run(strategy='my_idea', accelerator='cpu').stack.strategy).__name__)"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(wheel)},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert found.stdout.strip() == "MyIdea", found.stderr
+    assert "trained by MyIdeaStrategy in 2 processes" in output
 
 
 def with_function_replaced(module: str, function: str) -> str:

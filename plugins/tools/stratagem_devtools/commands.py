@@ -84,7 +84,7 @@ class New(Command):
     help = "write the package of a new plugin: a small working example to change"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("kind", metavar="KIND", help=", ".join(registry.kinds()))
+        parser.add_argument("kind", metavar="KIND", help=", ".join([*registry.kinds(), "command"]))
         parser.add_argument("name", metavar="NAME", help="name of the plugin, such as my_idea")
         parser.add_argument("--into", metavar="FOLDER", default=".", help="where to write it (default: here)")
 

@@ -1,15 +1,16 @@
 """Create a plugin: write a folder with a small working package, for its author to change.
 
-The files of `templates` are filled in with `string.Template`; `<kind>.py.txt` is the plugin itself.
+The files of `templates` are filled in with `string.Template`; `<kind>.py.txt` is the plugin, `other.py.txt` that of a
+kind which another package adds.
 """
 
 from __future__ import annotations
 
-import builtins
 import keyword
 import os
 import re
 import tempfile
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -56,39 +57,74 @@ def render(kind: str, name: str) -> dict[str, str]:
     """
     _check_kind(kind)
     _check_name(kind, name)
-    plugin = _template(f"{kind}.py")
+    plugin = _template(_source(kind))
     module = f"stratagem_{name}"
-    values = {
-        "kind": kind,
-        "words": _words(registry.kinds()[kind].base.__name__),
-        "argument": registry.argument_of(kind),
-        "name": name,
-        "Class": _class_name(name, plugin.template),
-        "VARIABLE": name.upper(),
-        "Conformance": f"{_camel(kind)}Conformance",
+    values = {"kind": kind, "name": name, "VARIABLE": name.upper(), "module": module, **_about(kind, name)}
+    values |= {
         "distribution": _distribution(name),
-        "module": module,
-        "imported": ", ".join(f'"{each}"' for each in _requirements(plugin.template)),
-        "summary": plugin.template.partition("\n")[0].strip('"'),
+        "imported": "".join(f', "{each}"' for each in _requirements(plugin.template, kind)),
+        "summary": Template(plugin.template.partition("\n")[0].strip('"')).substitute(values),
     }
     templates = {
         ".github/workflows/test.yml": _template("workflow.yml"),
         ".gitignore": _template("gitignore"),
         "README.md": _template("README.md"),
         "pyproject.toml": _template("pyproject.toml"),
-        f"{module}.py": plugin,
-        f"test_{name}.py": _template("environment_test.py" if kind == "environment" else "test.py"),
+        f"{module}/__init__.py": plugin,
+        f"test_{name}.py": _template("command_test.py" if kind == "command" else "test.py"),
     }
+    if kind != "command":
+        own = "environment_conformance.py" if kind == "environment" else "conformance.py"
+        templates[f"{module}/conformance.py"] = _template(own)
     return {path: template.substitute(values) for path, template in templates.items()}
 
 
-def _requirements(source: str) -> list[str]:
+def _source(kind: str) -> str:
+    """Return the template of a plugin of `kind`: that of a kind which another package adds has no methods."""
+    own = f"{kind}.py"
+    return own if files(__package__).joinpath("templates", f"{own}.txt").is_file() else "other.py"
+
+
+def _about(kind: str, name: str) -> dict[str, str]:
+    """Return what differs between a command, which is started, and plugins of a run, which the kit checks."""
+    if kind == "command":
+        return {
+            "words": "command", "Class": f"{_camel(name)}Command", "language": "shell", "use": f"stratagem {name}",
+            "tests": "its tests", "test_requirement": '"pytest>=8", "stratagem-tools>=0.1,<0.2"',
+            "conformance_row": "", "conformance_entry": "",
+        }  # fmt: skip
+    base = registry.kinds()[kind].base
+    kit, _, conformance = registry.kinds()[kind].conformance.partition(":")
+    module, words, camel = f"stratagem_{name}", _words(base.__name__), _camel(name)
+    suffix = "" if camel.endswith(base.__name__) and camel != base.__name__ else base.__name__
+    checks = module + "/conformance.py` | what the conformance kit checks"
+    return {
+        "words": words,
+        "Class": camel + suffix,
+        "Base": base.__name__,
+        "base_module": base.__module__,
+        "kit": kit,
+        "Conformance": conformance,
+        "language": "python",
+        "use": f'trainer = stratagem.Trainer({registry.argument_of(kind)}="{name}")',
+        "tests": f"the checks for every {words}, as tests",
+        "test_requirement": '"stratagem-testing>=0.1,<0.2"',
+        "conformance_row": f"| `{checks}: change its attributes where your plugin needs others |\n",
+        "conformance_entry": '\n[project.entry-points."stratagem_testing.conformance"]\n'
+        f'"{kind}.{name}" = "{module}.conformance:{camel}{suffix}Conformance"\n',
+    }
+
+
+def _requirements(source: str, kind: str) -> list[str]:
     """Return what `source` imports beside the core, as a pyproject.toml requires it."""
     known = {
         "attrs": "attrs>=24.1", "torch": "torch", "stratagem_launchers_local": "stratagem-basics>=0.1,<0.2",
         "stratagem_trainer": "stratagem-trainer>=0.1,<0.2",
     }  # fmt: skip
-    return [known[module] for module in known if module == "attrs" or re.search(rf"(import|from) {module}\b", source)]
+    found = [known[module] for module in known if re.search(rf"(import|from) {module}\b", source)]
+    if "$base_module" in source:
+        found += [each.dist.name for each in entry_points(group="stratagem.kind", name=kind) if each.dist is not None]
+    return found
 
 
 # --- Names -------------------------------------------------------------------------------------------------------
@@ -106,13 +142,6 @@ def _words(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
-def _class_name(name: str, source: str) -> str:
-    """Return the class name, with a suffix if the plain one is a builtin or already used in `source`."""
-    plain = _camel(name)
-    taken = hasattr(builtins, plain) or re.search(rf"\b{plain}\b", source) is not None
-    return f"{plain}Plugin" if taken else plain
-
-
 def _template(name: str) -> Template:
     return Template(files(__package__).joinpath("templates", f"{name}.txt").read_text(encoding="utf-8"))
 
@@ -121,11 +150,9 @@ def _template(name: str) -> Template:
 
 
 def _check_kind(kind: str) -> None:
-    templates = files(__package__).joinpath("templates")
-    known = [name for name in registry.kinds() if templates.joinpath(f"{name}.py.txt").is_file()]
+    known = [*registry.kinds(), "command"]
     if kind not in known:
-        found = "has no template" if kind in registry.kinds() else "is unknown"
-        raise ConfigError(f"kind {kind!r} {found}", expected=", ".join(known), do=nearest(kind, known))
+        raise ConfigError(f"kind {kind!r} is unknown", expected=", ".join(known), do=nearest(kind, known))
 
 
 def _check_name(kind: str, name: str) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @define(eq=False, kw_only=True)
-class MyIdea(Strategy):
+class MyIdeaStrategy(Strategy):
     """Keep a replica in every process; average gradients after the last micro-batch of each accumulation."""
 
     #: Broadcast rank 0's buffers (BatchNorm statistics) before validation: one message for each buffer. If False, each
