@@ -141,7 +141,7 @@ def test_list_as_json(capsys):
     names = [row["name"] for row in rows]
     assert names == sorted(names)
     assert {"bf16_compress", "fp16_compress", "powersgd"} <= set(names)
-    assert set(rows[0]) == {"kind", "name", "distribution", "version", "value"}
+    assert set(rows[0]) == {"kind", "name", "distribution", "version", "value", "conformance"}
 
 
 def test_show_tells_options_capabilities_and_hooks(capsys):

@@ -113,12 +113,17 @@ class Check(Command):
         parser.add_argument(
             "--tolerance", type=float, metavar="X", help="largest relative difference from plain training"
         )
+        parser.add_argument(
+            "--write", type=Path, metavar="README", help="write the result into this file, which the wheel carries"
+        )
         parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from stratagem_devtools.plugin_table import row
         from stratagem_plugin_checks import check_entry
 
+        if arguments.write is not None and arguments.name is None:
+            raise StratagemError("--write is given without a name", expected="the plugin to check")
         if arguments.name is not None:
             return _check_one(_find(arguments.name, arguments.kind), arguments)
         rows = [{**row(entry), "problem": check_entry(entry)} for entry in registry.entries()]
@@ -152,6 +157,10 @@ def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
     rows = check(entry, dict(map(_option, arguments.option)), quiet=arguments.json, **attributes)
     if arguments.json:
         print(json.dumps(rows, indent=2))
+    if arguments.write is not None:
+        from stratagem_devtools.conformance_results import write
+
+        write(arguments.write, entry, rows)
     return int(not rows or any(each["outcome"] == "failed" for each in rows))
 
 

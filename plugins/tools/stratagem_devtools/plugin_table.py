@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from stratagem.cli import command_help
 from stratagem.discovery.registry import Entry, definition
+from stratagem_devtools.conformance_results import stated
 from stratagem_trainer.terminal import bold, width, wrapped
 
 #: A longer name gets a line of its own.
@@ -33,9 +34,10 @@ def summary(entry: Entry) -> Summary:
     return Summary(text, source.startswith("def"))
 
 
-def row(entry: Entry) -> dict[str, str]:
+def row(entry: Entry) -> dict[str, str | None]:
     """Return the row of `stratagem plugins list --json` for one plugin."""
-    return {name: getattr(entry, name) for name in ("kind", "name", "distribution", "version", "value")}
+    names = ("kind", "name", "distribution", "version", "value")
+    return {**{name: getattr(entry, name) for name in names}, "conformance": stated(entry)}
 
 
 def plugin_table(entries: Sequence[Entry], *, presets: bool) -> str:
@@ -54,7 +56,8 @@ def plugin_table(entries: Sequence[Entry], *, presets: bool) -> str:
 
 
 def _table_row(entry: Entry, text: str, name_width: int) -> str:
-    text = f"{text or 'no description'} ({entry.distribution} {entry.version})"
+    result = stated(entry)
+    text = f"{text or 'no description'} ({entry.distribution} {entry.version}{f'; checks: {result}' if result else ''})"
     if (width() or _ONE_LINE) < _ONE_LINE:
         return f"  {entry.name}\n" + wrapped(text, "      ")
     return wrapped(text, f"  {entry.name:<{name_width}}  ", " " * (name_width + 4))
