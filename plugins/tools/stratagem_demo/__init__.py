@@ -18,7 +18,7 @@ class Demo(sg.Command):
             "--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)"
         )
         parser.add_argument(
-            "--steps", type=int, help="optimizer steps of this run (default: 500, fewer on a slow machine)"
+            "--steps", type=int, help="optimizer steps of this run (default: 250, fewer on a slow machine)"
         )
         parser.add_argument("--batch-size", type=int, default=32, help="for each process (default: %(default)s)")
         parser.add_argument("--strategy", default="ddp", help="default: %(default)s")

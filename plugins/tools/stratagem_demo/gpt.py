@@ -26,7 +26,8 @@ from stratagem.api.seeding import seed_everything
 Batch = tuple[Tensor, Tensor]
 CONTEXT = 64  # tokens
 SAVE_EVERY = 250  # steps
-MOST_STEPS = 500
+MOST_STEPS = 250  # the text is short: the model would learn it by heart
+DROPOUT = 0.25
 #: Seconds that training may take unless the number of steps is given.
 BUDGET_S = 120.0
 #: A step takes longer than the measured part of it: the optimizer, messages between processes, logging, validation.
@@ -43,6 +44,7 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(DROPOUT)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
@@ -51,8 +53,8 @@ class Block(nn.Module):
         heads = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, length, width / heads)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        out: Tensor = x + self.feed(self.norm_2(x))
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
+        out: Tensor = x + self.dropout(self.feed(self.norm_2(x)))
         return out
 
 
@@ -60,7 +62,7 @@ class GPT(sg.Module):
     """Predict the next token; GPT as in Radford et al. 2018, with pre-norm."""
 
     def __init__(
-        self, vocabulary: Sequence[str], width: int = 128, depth: int = 4, num_heads: int = 4, steps: int = 500
+        self, vocabulary: Sequence[str], width: int = 128, depth: int = 4, num_heads: int = 4, steps: int = MOST_STEPS
     ) -> None:
         super().__init__()
         self.save_hyperparameters("vocabulary", "width", "depth", "num_heads", "steps")
@@ -96,9 +98,12 @@ class GPT(sg.Module):
         self.perplexities.append((self.global_step, math.exp(self.trainer.callback_metrics["val_loss"])))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.05)
-        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=50)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1)
+        # 50 steps up, and from step 100 on down with the square root of the steps.
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / 50, (100 / max(step, 100)) ** 0.5)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_fit_start(self) -> None:
         # Each run trains `steps` more, from the step of the checkpoint.
