@@ -135,8 +135,23 @@ def test_the_summary_is_on_where_it_is_asked_for(tmp_path, capsys):
 def test_device_stats_are_logged(tmp_path):
     trainer(tmp_path, "device_stats", log_every_n_steps=2).fit(Net(), BATCHES)
     memory = rows(tmp_path, "device/process_rss_bytes")
-    assert sorted(memory) == [2, 4, 6]
+    assert sorted(memory) == [1, 2, 4, 6]  # the first step, too
     assert all(value > 50e6 for value in memory.values())
+
+
+@pytest.mark.parametrize(
+    ("callback", "column", "steps"),
+    [
+        ("device_stats", "device/process_rss_bytes", [1, 6]),
+        ("throughput", "throughput/samples_per_s", [1, 6]),
+        ({"name": "learning_rate_monitor", "logging_interval": "step"}, "lr-SGD", [1, 6]),
+        ("gradient_norms", "grad_norm", [1]),  # known before it is known that the step is the last
+    ],
+)
+def test_a_short_run_logs_its_first_and_its_last_step(tmp_path, callback, column, steps):
+    trainer(tmp_path, callback, log_every_n_steps=50).fit(Net(), BATCHES)
+
+    assert sorted(rows(tmp_path, column)) == steps
 
 
 def test_throughput_is_batches_samples_and_tokens_over_time(tmp_path):

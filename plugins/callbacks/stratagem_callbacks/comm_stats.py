@@ -9,7 +9,7 @@ from attrs import define, evolve, field
 from stratagem.api import hookimpl
 from stratagem.api.traffic import Count
 from stratagem.errors import ConfigError
-from stratagem_callbacks.logged_metrics import log
+from stratagem_callbacks.logged_metrics import is_due, log
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class CommStats(Callback):
     _before: dict[tuple[str, str], Count] = field(init=False, factory=dict)
     _buckets_before: dict[str, Count] = field(init=False, factory=dict)
     _step_before: int = field(init=False, default=0)
+    _last_step: int = field(init=False, default=-1)
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView, run: RunContext) -> None:
@@ -47,12 +48,15 @@ class CommStats(Callback):
             )
         self._start = self._before = _copy(run.collectives.traffic.counts)
         self._buckets_before, self._step_before = _copy(run.collectives.traffic.buckets), trainer.global_step
+        self._last_step = -1
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, run: RunContext) -> None:
-        step = trainer.global_step
-        if step == self._step_before or step % trainer.settings.log_every_n_steps:
-            return
+        if is_due(trainer, self._last_step):
+            self._log(trainer, run)
+
+    def _log(self, trainer: TrainerView, run: RunContext) -> None:
+        step = self._last_step = trainer.global_step
         metrics = self._metrics(run, step - self._step_before)
         log(trainer, metrics, step)
         if self.show_in_progress_bar:
@@ -64,7 +68,9 @@ class CommStats(Callback):
         self._buckets_before = _copy(run.collectives.traffic.buckets)
 
     @hookimpl
-    def on_train_end(self, run: RunContext) -> None:
+    def on_train_end(self, trainer: TrainerView, run: RunContext) -> None:
+        if trainer.global_step > max(self._last_step, self._step_before):
+            self._log(trainer, run)
         self.totals = _since(run.collectives.traffic.counts, self._start)
 
     def _metrics(self, run: RunContext, num_steps: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem_callbacks.logged_metrics import check_has_logger
+from stratagem_callbacks.logged_metrics import check_has_logger, is_due
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class DeviceStats(Callback):
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
+        self._last_step = -1
         if trainer.is_global_zero:
             import psutil
 
@@ -39,11 +40,12 @@ class DeviceStats(Callback):
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView) -> None:
-        step = trainer.global_step
-        if self._process is None or step == self._last_step or step % trainer.settings.log_every_n_steps:
-            return
-        self._last_step = step
-        trainer.run.log_metrics(self.read(trainer.run.device), step)
+        if self._process is not None and is_due(trainer, self._last_step):
+            self._log(trainer)
+
+    def _log(self, trainer: TrainerView) -> None:
+        self._last_step = trainer.global_step
+        trainer.run.log_metrics(self.read(trainer.run.device), self._last_step)
 
     def read(self, device: Any) -> dict[str, float]:
         """Return the statistics, in bytes and percent."""
@@ -65,7 +67,11 @@ class DeviceStats(Callback):
         return stats
 
     @hookimpl
-    def on_train_end(self) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
+        if self._process is not None and trainer.global_step > self._last_step:
+            self._log(trainer)
         self._process = None
 
-    on_exception = on_train_end
+    @hookimpl
+    def on_exception(self) -> None:
+        self._process = None

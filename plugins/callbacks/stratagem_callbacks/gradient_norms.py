@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define
+from attrs import define, field
 
 from stratagem.api import hookimpl
 from stratagem.errors import ConfigError
@@ -28,9 +28,12 @@ class GradientNorms(Callback):
     #: Log the norm of each parameter's gradient, too, as ``grad_norm/<name>``; not with sharded parameters.
     per_parameter: bool = False
 
+    _first_step: int = field(init=False, default=1)
+
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         check_has_logger(trainer, "gradient_norms")
+        self._first_step = trainer.global_step + 1
         if self.per_parameter and trainer.run.shards_parameters:
             raise ConfigError(
                 f"gradient_norms.per_parameter is True and {trainer.run.title_of(trainer.run.strategy)} shards "
@@ -43,7 +46,7 @@ class GradientNorms(Callback):
         self, trainer: TrainerView, module: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunContext
     ) -> None:
         step = trainer.global_step + 1  # the number of this step
-        if step % trainer.settings.log_every_n_steps:
+        if step % trainer.settings.log_every_n_steps and step != self._first_step:
             return
         several = len(run.optimizers) > 1
         name = f"grad_norm/{run.optimizers.index(optimizer)}" if several else "grad_norm"

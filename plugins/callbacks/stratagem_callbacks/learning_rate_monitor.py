@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem_callbacks.logged_metrics import check_has_logger, log
+from stratagem_callbacks.logged_metrics import check_has_logger, is_due, log
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LearningRateMonitor(Callback):
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         check_has_logger(trainer, "learning_rate_monitor")
-        self._used = dict(self._values(trainer))
+        self._used, self._last_step = dict(self._values(trainer)), -1
 
     @hookimpl
     def on_train_epoch_start(self, trainer: TrainerView) -> None:
@@ -49,16 +49,17 @@ class LearningRateMonitor(Callback):
 
     @hookimpl
     def on_before_optimizer_step(self, trainer: TrainerView) -> None:
-        due = (trainer.global_step + 1) % trainer.settings.log_every_n_steps == 0 or trainer.run.manual
-        if due and self._interval(trainer) == "step":
+        if self._interval(trainer) == "step":
             self._used = dict(self._values(trainer))
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView) -> None:
-        step = trainer.global_step
-        due = step % trainer.settings.log_every_n_steps == 0 and step != self._last_step
-        if due and self._interval(trainer) == "step":
-            self._last_step = step
+        if self._interval(trainer) == "step" and is_due(trainer, self._last_step):
+            self._log(trainer)
+
+    @hookimpl
+    def on_train_end(self, trainer: TrainerView) -> None:
+        if self._interval(trainer) == "step" and trainer.global_step > self._last_step:
             self._log(trainer)
 
     @hookimpl
@@ -72,7 +73,7 @@ class LearningRateMonitor(Callback):
         return "step" if any(c.interval == "step" for c in trainer.lr_scheduler_configs) else "epoch"
 
     def _log(self, trainer: TrainerView) -> None:
-        self.lrs = self._used
+        self.lrs, self._last_step = self._used, trainer.global_step
         log(trainer, dict(self.lrs), trainer.global_step)
 
     def _values(self, trainer: TrainerView) -> Any:

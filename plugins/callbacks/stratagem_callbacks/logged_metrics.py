@@ -23,3 +23,12 @@ def log(trainer: TrainerView, metrics: dict[str, float], step: int) -> None:
     trainer.callback_metrics.update(metrics)
     if trainer.is_global_zero:
         trainer.run.log_metrics(metrics, step)
+
+
+def is_due(trainer: TrainerView, last_step: int) -> bool:
+    """Whether a callback that last logged at `last_step` (-1: not yet) logs now, as the loggers get a step's metrics.
+
+    It does at the first step of a fit, and every `log_every_n_steps`; in `on_train_end` the last step is left.
+    """
+    step = trainer.global_step
+    return step > 0 and step != last_step and (last_step < 0 or step % trainer.settings.log_every_n_steps == 0)

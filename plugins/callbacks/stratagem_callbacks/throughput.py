@@ -14,7 +14,7 @@ from stratagem.api import hookimpl
 from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
-from stratagem_callbacks.logged_metrics import check_has_logger, log
+from stratagem_callbacks.logged_metrics import check_has_logger, is_due, log
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Throughput(Callback):
     def on_train_start(self, trainer: TrainerView) -> None:
         check_has_logger(trainer, "throughput")
         self._times = deque(maxlen=self.window)
-        self._totals = [0, 0, 0]
+        self._totals, self._last_step = [0, 0, 0], -1
         self._peak = self.available_flops or _peak_of(trainer.run.device)
         self._record()
 
@@ -112,13 +112,18 @@ class Throughput(Callback):
         self._totals[1] += self.batch_size_fn(batch) if self.batch_size_fn is not None else infer_batch_size(batch)
         self._totals[2] += self.length_fn(batch) if self.length_fn is not None else 0
         self._record()
-        step = trainer.global_step
-        if step == self._last_step or step % trainer.settings.log_every_n_steps or not step:
-            return
-        self._last_step = step
-        rates = self.rates(trainer.run.mesh.num_data_shards)
-        if rates:
-            log(trainer, rates, step)
+        if is_due(trainer, self._last_step):
+            self._log(trainer)
+
+    @hookimpl
+    def on_train_end(self, trainer: TrainerView) -> None:
+        if trainer.global_step > self._last_step:
+            self._log(trainer)
+
+    def _log(self, trainer: TrainerView) -> None:
+        self._last_step = trainer.global_step
+        if self._times and (rates := self.rates(trainer.run.mesh.num_data_shards)):
+            log(trainer, rates, self._last_step)
 
     def rates(self, num_shards: int) -> dict[str, float]:
         """Return the metrics: totals of all ranks, but FLOPs of one device."""
