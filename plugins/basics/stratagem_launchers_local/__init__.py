@@ -210,7 +210,7 @@ class ForkLauncher(_FunctionLauncher):
     def _prepare(self, run: RunContext) -> None:
         import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
 
-        if in_notebook() and getattr(run.settings, "enable_progress_bar", False):
+        if in_notebook():
             print(
                 "the processes are forks of this notebook's kernel: a notebook has no script to run again", flush=True
             )
