@@ -227,6 +227,20 @@ def test_stratagem_has_every_option_of_what_it_requires():
     assert declared == {(name, extra) for name, needed in EVERYTHING.requires.items() for extra in needed.extras}
 
 
+def test_uv_installs_and_has_locked_every_package_of_plugins():
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    locked = {each["name"]: each for each in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
+    folders = [path.parent for path in [ROOT / "pyproject.toml", *(ROOT.glob("plugins/*/pyproject.toml"))]]
+
+    for folder in [*folders, ROOT / "core"]:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
+        names = {canonicalize_name(Requirement(line).name) for line in [*project.get("dependencies", []), *extras]}
+        known = locked[project["name"]]["metadata"].get("requires-dist", [])
+        assert {each["name"] for each in known} == names, f"{project['name']}: run `uv lock`"
+        assert folder == ROOT or root["sources"][project["name"]] == {"workspace": True}
+
+
 def test_every_distribution_has_the_addresses_of_the_repository():
     others = (ROOT / "examples", ROOT / "contrib" / "template")
     published = [each for each in PACKAGES.values() if not any(map(each.folder.is_relative_to, others))]
