@@ -25,7 +25,7 @@ REST = "stratagem"
 _DEEPSPEEDS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
-    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dims", "ds_config", "ds_version",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
     "universal_checkpoint_info", "num_experts", "ds_autoep_layers",
 }  # fmt: skip
 #: The prefix that some trainers add to every name.
