@@ -15,7 +15,7 @@ def files_of(cls: type) -> str:
     """Return the folder of the top-level package of `cls`, or its file; "?" for the kit, and where it has none."""
     if cls.__module__.partition(".")[0] == __package__:
         return "?"
-    path, depth = Path(getattr(sys.modules[cls.__module__], "__file__", None) or "?"), cls.__module__.count(".")
+    path, depth = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "?"), cls.__module__.count(".")
     depth += path.name == "__init__.py"
     return str(path.parents[depth - 1] if depth else path)
 

@@ -32,6 +32,7 @@ from stratagem_testing.training import outcome, share, train, weights_of, weight
 
 _BATCH = 24
 _SCALED = "`scale_loss` must scale once, and each gradient be unscaled once before its step; look at `step_context`"
+_SKIPPED = "led to a step: the loss scale begins too high, or does not shrink after an overflow"
 _UNSCALED = "unscale gradients before `clip_gradients`"
 
 
@@ -151,6 +152,7 @@ class PrecisionConformance(Conformance):
             pytest.skip("it does not scale the loss")
         batches = joined_batches(12, _BATCH)
         used_without = self._train(world_size, Net, batches)[0]["used"]
+        assert used_without, f"none of {len(batches)} batches {_SKIPPED}"
         bad = used_without[len(used_without) // 2]
         chosen = [(self._arguments(world_size), strategy, batches, bad) for strategy in ("auto", _Local())]
         for results in zip(*self.run_in(in_turn, world_size, _train_overflowing, chosen), strict=True):
@@ -207,7 +209,7 @@ class PrecisionConformance(Conformance):
         __tracebackhide__ = True
         first = weights_on_all_ranks(results, "skip the same steps on all ranks")
         used = results[0]["used"]
-        assert len(used) >= 2, f"only batches {used} led to a step; the loss scale begins too high, or is not reduced"
+        assert len(used) >= 2, f"only batches {used} {_SKIPPED}"
         return expect_weights(first, reference(used), "plain fp32", self._tolerance(), look, "tolerance")
 
 
