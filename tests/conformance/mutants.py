@@ -125,15 +125,20 @@ class Mutant:
         return type("Mutated", (self.kit,), {"plugin": self.plugin, "limit_s": limit_s, **self.tolerances})
 
     def caught_by(self) -> str | None:
-        """Run the check that is expected to notice, then all others; return the one that did, None if none."""
+        """Return the name of the check that `failure` returns, None if none."""
+        found = self.failure()
+        return found and found[0]
+
+    def failure(self) -> tuple[str, Exception] | None:
+        """Run the check that is expected to notice, then all others; return the one that did, and what it raised."""
         checks = list(self.conformance().checks())
         for name, check in sorted(checks, key=lambda each: not each[0].startswith(self.first)):
             try:
                 check()
             except pytest.skip.Exception:
                 continue
-            except Exception:
-                return name
+            except Exception as error:
+                return name, error
         return None
 
 

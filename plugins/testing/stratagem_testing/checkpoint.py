@@ -18,7 +18,8 @@ from stratagem.api.kinds import CheckpointFormat
 from stratagem.discovery import catalog
 from stratagem.errors import CheckpointError
 from stratagem_testing.conformance import Conformance
-from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.expectations import expect_equal, expect_refused, expect_weights
+from stratagem_testing.reference import Scheduled, joined_batches, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
 
 _BATCH = 24
@@ -56,7 +57,8 @@ class CheckpointConformance(Conformance):
             self.run_in(_save_half, world_size, self._arguments(world_size), batches[:2], path)
             for other in (1, 2):
                 for weights in self.run_in(_continue, other, self._arguments(other), batches[2:], path):
-                    assert relative_difference(weights, whole) < 1e-6
+                    look = f"compare what {world_size} ranks saved and {other} got from `load_checkpoint`"
+                    expect_weights(weights, whole, "a run without interruption", 1e-6, look)
 
     def test_overwriting_replaces(self) -> None:
         with self._folder() as folder:
@@ -64,8 +66,9 @@ class CheckpointConformance(Conformance):
             for value in (1.0, 2.0):
                 self._save({"state_dict": {"w": torch.full((1000,), value)}}, path)
 
-            assert self._load(path)["state_dict"]["w"].unique().tolist() == [2.0]
-            assert self.format.is_whole(path)
+            found = self._load(path)["state_dict"]["w"].unique().tolist()
+            expect_equal("what `save_checkpoint` wrote over a checkpoint with 1.0", found, [2.0])
+            self._expect_whole(path)
 
     # --- Complete, or an error -----------------------------------------------------------------------------------
 
@@ -77,7 +80,9 @@ class CheckpointConformance(Conformance):
             with pytest.raises(CheckpointError):
                 self._save({"state_dict": {"w": torch.ones(9)}, "values": {"deep": [lambda: None]}}, path)
 
-            assert _files(folder) == before, "the failed save left files, or changed existing ones"
+            assert _files(folder) == before, (
+                "a failed `save_checkpoint` changed files; write under another name, and rename"
+            )
             assert_same(self._load(path), example())
 
     def test_damage_is_noticed(self) -> None:
@@ -88,7 +93,7 @@ class CheckpointConformance(Conformance):
                 largest = max(_paths(folder), key=lambda path: path.stat().st_size)
                 damage(largest)
 
-                assert not self.format.is_whole(folder / self._name()), f"is_whole() after {damage.__name__}"
+                assert not self.format.is_whole(folder / self._name()), f"`is_whole` is True after {damage.__name__}"
                 with pytest.raises(CheckpointError):
                     self._load(folder / self._name())
 
@@ -106,15 +111,15 @@ class CheckpointConformance(Conformance):
                 for poison in (pickle.dumps(_WritesFile(proof)), _torch_pickle(_WritesFile(proof))):
                     file.write_bytes(poison)
                     said = outcome(lambda: self._load(path))
-                    assert not proof.exists(), f"{file.name} was executed"
-                    assert said.startswith("refused: "), f"{file.name} replaced by a pickle: {said}"
+                    assert not proof.exists(), f"{file.name} was executed; load it with weights_only=True"
+                    expect_refused(f"{file.name} that is another pickle", said, look="raise a CheckpointError")
                 file.write_bytes(original)
 
     def test_a_folder_that_cannot_be_written_fails_on_all_ranks(self, world_size: int) -> None:
         with self._folder() as folder:
             (folder / "file").write_text("")
             for said in self.run_in(_save_to, world_size, self._arguments(world_size), folder / "file" / "x.ckpt"):
-                assert said.startswith(("refused: ", "StratagemError")), said
+                expect_refused("a path below a file", said, look="raise it in `save_checkpoint` on all ranks")
 
     # --- Files ---------------------------------------------------------------------------------------------------
 
@@ -124,9 +129,8 @@ class CheckpointConformance(Conformance):
             (folder / "notes.txt").write_text("not a checkpoint")
             (folder / "empty").mkdir()
 
-            assert self.format.recognises(folder / self._name())
-            for other in ("notes.txt", "empty", "nowhere"):
-                assert not self.format.recognises(folder / other), other
+            for name in (self._name(), "notes.txt", "empty", "nowhere"):
+                expect_equal(f"`recognises` of {name}", self.format.recognises(folder / name), name == self._name())
 
     def test_removes_its_own_and_nothing_else(self) -> None:
         with self._folder() as folder:
@@ -136,17 +140,21 @@ class CheckpointConformance(Conformance):
             self._save(example(), folder / self._name())
             self.format.remove(folder / self._name())
 
-            assert _files(folder) == before
-            assert self.format.is_whole(folder / f"a{self.format.suffix}")
+            expect_equal("files after `remove`", sorted(_files(folder)), sorted(before))
+            self._expect_whole(folder / f"a{self.format.suffix}")
 
     def test_makes_the_folders_it_needs(self) -> None:
         with self._folder() as folder:
             path = folder / "a" / "b" / self._name()
             self._save(example(), path)
 
-            assert self.format.is_whole(path)
+            self._expect_whole(path)
 
     # --- Helpers -------------------------------------------------------------------------------------------------
+
+    def _expect_whole(self, path: Path) -> None:
+        __tracebackhide__ = True
+        assert self.format.is_whole(path), f"`is_whole` is False for {path.name}, which `save_checkpoint` has completed"
 
     @property
     def format(self) -> CheckpointFormat:
@@ -195,20 +203,20 @@ def example() -> dict[str, Any]:
 def assert_same(got: Any, wanted: Any, path: str = "state") -> None:
     """Assert that two nested states are equal, including dtypes."""
     if isinstance(wanted, Tensor):
-        assert isinstance(got, Tensor), f"{path} is not a tensor"
-        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), f"{path} is {got.dtype} {tuple(got.shape)}"
+        assert isinstance(got, Tensor), f"{path} is {got!r}, expected a tensor"
+        expect_equal(f"dtype and shape of {path}", (got.dtype, got.shape), (wanted.dtype, wanted.shape))
         assert torch.equal(got, wanted), f"{path} has other values"
     elif isinstance(wanted, dict):
         assert set(got) >= set(wanted), f"{path} lacks {sorted(set(wanted) - set(got))}"
         for key, value in wanted.items():
             assert_same(got[key], value, f"{path}.{key}")
     elif isinstance(wanted, list):
-        assert len(got) == len(wanted), f"{path} has {len(got)} items"
+        assert len(got) == len(wanted), f"{path} has {len(got)} items, expected {len(wanted)}"
         for index, value in enumerate(wanted):
             assert_same(got[index], value, f"{path}[{index}]")
     else:
-        assert type(got) is type(wanted), f"{path} is a {type(got).__name__}"
-        assert got == wanted or got != got, path  # NaN is itself
+        assert type(got) is type(wanted), f"{path} is a {type(got).__name__}, expected {wanted!r}"
+        assert got == wanted or got != got, f"{path} is {got!r}, expected {wanted!r}"  # NaN is itself
 
 
 class _WritesFile:

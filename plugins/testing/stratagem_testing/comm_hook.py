@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,12 +14,14 @@ from stratagem.api.capabilities import GRADIENT_BUCKETS
 from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.discovery import catalog
-from stratagem_testing.conformance import Conformance, refusal
-from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.conformance import Conformance
+from stratagem_testing.expectations import expect_equal, expect_refused, expect_weights
+from stratagem_testing.reference import Net, joined_batches, train_module_plainly
 from stratagem_testing.sharing import in_turn
-from stratagem_testing.training import train, weights_on_all_ranks
+from stratagem_testing.training import outcome, train, weights_on_all_ranks
 
 _BATCH = 24
+_MEAN = "`reduce_bucket` must return the mean, not the sum, the same on all ranks"
 
 
 class CommHookConformance(Conformance):
@@ -49,12 +52,16 @@ class CommHookConformance(Conformance):
         coarse = torch.finfo(dtype).eps * 8
         for step, _ in enumerate(results[0]):
             for rank, result in enumerate(results):
-                assert torch.equal(result[step]["got"], results[0][step]["got"]), f"rank {rank} has another average"
-                assert result[step]["like_buffer"], "the result has another dtype or shape than the buffer"
+                same = torch.equal(result[step]["got"], results[0][step]["got"])
+                assert same, f"`reduce_bucket` returned another average on rank {rank} than on rank 0"
+                assert result[step]["like_buffer"], (
+                    f"`reduce_bucket` must return dtype and shape of its buffer, {dtype}"
+                )
                 if self.tolerance is not None:
                     got, true = result[step]["got"].double(), result[step]["true"].double()
                     error = float((got - true).norm() / true.norm())
-                    assert error < max(self.tolerance, coarse), f"off by {error:.1e} in a bucket of {got.numel()}"
+                    said = f"the average of {got.numel()} gradients is off by {error:.1e} (see `tolerance`); {_MEAN}"
+                    assert error < max(self.tolerance, coarse), said
 
     def test_does_not_wait(self) -> None:
         """It leaves backward alone: several buckets may be on their way, and their answers come in any order."""
@@ -63,8 +70,9 @@ class CommHookConformance(Conformance):
         assert reduce is not None
         futures = [reduce(_of_one_parameter(index)) for index in range(2)]
 
-        assert paper.sent, "it sent nothing"
-        assert not any(future.done() for future in futures), "it is done before anything arrived"
+        assert paper.sent, "`reduce_bucket` sent nothing; yield what is to be averaged"
+        early = any(future.done() for future in futures)
+        assert not early, "`reduce_bucket` ended before an answer arrived; yield what is to be averaged"
         arrived = 0
         while arrived < len(paper.sent):  # a hook may send again when something arrives
             waiting = paper.sent[arrived:]
@@ -73,16 +81,20 @@ class CommHookConformance(Conformance):
                 future.set_result(answer)
         if self.tolerance is not None:
             for index, future in enumerate(futures):
-                assert torch.allclose(future.wait().float(), torch.full((64,), float(2 + index)), rtol=self.tolerance)
+                found, look = future.wait().flatten().tolist(), "`reduce_bucket` must keep nothing in attributes"
+                expected = pytest.approx([float(2 + index)] * 64, rel=self.tolerance)
+                expect_equal(
+                    f"the average of bucket {index} of two, answered in the other order", found, expected, look
+                )
 
     def test_what_is_not_finite_stays_so(self, several: int) -> None:
         """A value that is not finite must not be hidden: loss scaling detects overflows in the averaged gradients."""
         for finite in self.run_in(_send_infinity, several, self.choose()):
-            assert not finite, "an infinite gradient on one rank became finite in the average"
+            assert not finite, "`reduce_bucket` made an infinite gradient finite; it must not clamp or replace it"
 
     def test_zeros_stay_zeros(self, several: int) -> None:
         for largest in self.run_in(_send_zeros, several, self.choose()):
-            assert largest == 0.0
+            expect_equal("largest average of zeros from `reduce_bucket`", largest, 0.0, "do not divide by a norm")
 
     # --- Training ------------------------------------------------------------------------------------------------
 
@@ -110,7 +122,8 @@ class CommHookConformance(Conformance):
             if is_legal:
                 legal.append((Net, batches, self._arguments(several, comm_hook=stack)))
             else:
-                assert refusal(lambda stack=stack: sg.Run(**self.choose(comm_hook=stack))) is not None  # type: ignore[misc]
+                refused = outcome(lambda stack=stack: sg.Run(**self.choose(comm_hook=stack)))  # type: ignore[misc]
+                expect_refused("a hook beside it in this order", refused, look="see `innermost` and `outermost`")
         for results in zip(*self.run_in(in_turn, several, train, legal), strict=True):
             self._compare(results, reference)
 
@@ -118,14 +131,14 @@ class CommHookConformance(Conformance):
         """The same instance works twice in one process, and the first run does not affect the second."""
         for first, second in self.run_in(_twice, several, self._arguments(several), joined_batches(4, _BATCH)):
             differing = [name for name in first if not torch.equal(first[name], second[name])]
-            assert not differing, f"{', '.join(differing)} differ in the second run"
+            assert not differing, f"{differing} differ in an instance's second run; it must keep nothing of a run"
 
     def test_strategies_without_buckets_are_refused(self) -> None:
         """The hook would have no effect with them."""
-        assert GRADIENT_BUCKETS in self.capabilities.requires, "it does not require 'gradient-buckets'"
+        assert GRADIENT_BUCKETS in self.capabilities.requires, f"`capabilities` must require {GRADIENT_BUCKETS!r}"
         single = catalog.default("strategy")
 
-        assert refusal(lambda: sg.Run(**self.choose(strategy=single))) is not None
+        expect_refused("a strategy without buckets", outcome(lambda: sg.Run(**self.choose(strategy=single))))
 
     # --- Helpers -------------------------------------------------------------------------------------------------
 
@@ -136,8 +149,9 @@ class CommHookConformance(Conformance):
         return self.run_in(train, world_size, Net, batches, self._arguments(world_size, **arguments))
 
     def _compare(self, results: Any, reference: dict[str, Tensor]) -> None:
-        difference = relative_difference(weights_on_all_ranks(results), reference)
-        assert difference < self.training_tolerance, f"weights differ by {difference:.1e} from exact averages"
+        __tracebackhide__ = True
+        weights, limit = weights_on_all_ranks(results, _MEAN), self.training_tolerance
+        expect_weights(weights, reference, "training with exact averages", limit, _MEAN, "training_tolerance")
 
 
 class Halves(sg.CommHook):

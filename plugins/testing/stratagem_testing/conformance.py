@@ -29,7 +29,9 @@ from stratagem.stack.identity import keyed, matched
 from stratagem.stack.plugins import Choice
 from stratagem_plugin_checks import check_class
 from stratagem_testing import state
-from stratagem_testing.processes import run_in_processes
+from stratagem_testing.expectations import expect_equal
+from stratagem_testing.frames import files_of, only_of
+from stratagem_testing.processes import ProcessesFailed, run_in_processes
 from stratagem_testing.reference import Net
 from stratagem_testing.sharing import Call, Recorder, Share, SharedRun
 from stratagem_testing.training import quiet
@@ -56,6 +58,8 @@ class Conformance:
     _shared_run: ClassVar[SharedRun]
     #: Where the first call of `run_in` finds its results; None for processes of its own.
     _source: Recorder | Share | None = None
+    #: Whether tracebacks of processes show all frames, not those of the plugin and of its class of checks alone.
+    _full_trace = False
     #: `plugin`, and what the resolver made of it.
     _resolved: tuple[Any, Choice] | None = None
 
@@ -133,15 +137,23 @@ class Conformance:
 
         Under pytest the first calls of a class's checks share processes: see [Note: shared processes] in `sharing`.
         """
+        __tracebackhide__ = True
         source, self._source = self._source, None
         results = None if source is None else source.results_of(Call(function, world_size, arguments))
         if results is not None:
             return results
-        return run_in_processes(function, world_size, *arguments, limit_s=self.limit_s)
+        try:
+            return run_in_processes(function, world_size, *arguments, limit_s=self.limit_s)
+        except ProcessesFailed as error:
+            if self._full_trace:
+                raise
+            files = [files_of(type(self.choice().plugin)), files_of(type(self))]
+            raise ProcessesFailed(only_of(files, str(error))) from None
 
     @pytest.fixture(autouse=True)
     def _shared_processes(self, request: pytest.FixtureRequest) -> None:
         """Let a check take its results from the processes that the checks of its class share."""
+        self._full_trace = request.config.option.fulltrace
         cls = type(self)
         if "_shared_run" not in vars(cls):
             cls._shared_run = SharedRun(dict(_sharing(request.session.items, cls)), cls.limit_s)
@@ -154,9 +166,10 @@ class Conformance:
         """It resolves, its class is well formed, and every hook that it implements exists."""
         plugin = self.choice().plugin
 
-        assert isinstance(plugin, registry.kinds()[self.kind].base)
-        assert check_class(type(plugin), self.kind) is None, check_class(type(plugin), self.kind)
-        assert isinstance(plugin.capabilities, Capabilities)
+        base, cls = registry.kinds()[self.kind].base, type(plugin)
+        assert isinstance(plugin, base), f"{cls.__name__} must derive from {base.__name__}"
+        assert check_class(cls, self.kind) is None, check_class(cls, self.kind)
+        assert isinstance(plugin.capabilities, Capabilities), f"`capabilities` are {plugin.capabilities!r}"
 
     def test_options_are_typed_and_documented(self) -> None:
         """Every option has a type and a ``#:`` line above it that describes its trade-off."""
@@ -188,15 +201,16 @@ class Conformance:
         copied = pickle.loads(pickle.dumps(choice.plugin))  # noqa: S301 - our own bytes
 
         for field in options(type(copied)).values():
-            assert getattr(copied, field.name) == getattr(choice.plugin, field.name)
+            found, expected = getattr(copied, field.name), getattr(choice.plugin, field.name)
+            expect_equal(f"option {field.name} after pickling", found, expected, "its value needs an __eq__")
 
     def test_it_can_be_found_by_its_name_in_any_case(self) -> None:
         choice = self.choice()
         if choice.entry is None:
             pytest.skip("passed as an instance, without a name")
 
-        assert registry.find(self.kind, choice.name.upper()) == choice.entry
-        assert registry.find(self.kind, choice.entry.qualified_name) == choice.entry
+        for name in (choice.name.upper(), choice.entry.qualified_name):
+            expect_equal(f"the plugin called {name}", registry.find(self.kind, name), choice.entry)
 
     # --- State of every kind -------------------------------------------------------------------------------------
 
@@ -210,14 +224,16 @@ class Conformance:
             dropped = self.run_in(
                 state.resume_each, world_size, chosen, self.maker(Net), cls, self._state_methods(), others, Path(folder)
             )
-        assert not any(dropped), f"resumed without its state: {'; '.join(itertools.chain(*dropped))}"
+        look = "`state_key` must depend neither on how the plugin is chosen nor on the rank"
+        assert not any(dropped), f"resumed without its state: {'; '.join(itertools.chain(*dropped))}; {look}"
 
     def test_its_state_comes_back_where_an_option_changed(self) -> None:
         """State is restored after an option changed, such as a larger patience or another rate."""
         plugin = self._with_state()
         for method, (name, other) in itertools.product(self._state_methods(), changed(plugin)):
             [saved], [wanted] = self._keys(method, plugin), self._keys(method, other)
-            assert matched([wanted], [saved]), f"saved as {saved!r}; with another {name} loaded as {wanted!r}"
+            said = f"saved as {saved!r}; with another {name} loaded as {wanted!r}; leave {name} out of `state_key`"
+            assert matched([wanted], [saved]), said
 
     def test_states_of_two_are_not_exchanged(self) -> None:
         """Two plugins of the class that differ in an option keep their state when they are listed in another order."""
@@ -230,7 +246,7 @@ class Conformance:
             found = matched([at_second, at_first], [first, second])
             assert found == {at_first: first, at_second: second}, (
                 f"two with different {name} are saved as {first!r} and {second!r}, "
-                f"and in another order loaded as {at_first!r} and {at_second!r}"
+                f"and in another order loaded as {at_first!r} and {at_second!r}; `state_key` must tell them apart"
             )
 
     # --- Helpers -------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from stratagem.discovery import registry
 from stratagem.stack.description import FILE_NAME
 from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
-from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.expectations import expect_equal, expect_weights
+from stratagem_testing.reference import Net, joined_batches, train_module_plainly
 from stratagem_testing.sharing import run_first, run_last
 from stratagem_testing.training import (
     in_empty_folder,
@@ -44,13 +45,14 @@ class ObserverConformance(Conformance):
 
         for weights in self.run_in(_all_stages, world_size, self._arguments(world_size), self.maker(Net), batches):
             if not self.changes_training:
-                assert relative_difference(weights, reference) < 1e-6, "training gave other weights"
+                look = "the plugin must only observe training; if it changes weights on purpose, set `changes_training`"
+                expect_weights(weights, reference, "training without the plugin", 1e-6, look)
 
     def test_an_error_in_training_is_not_hidden(self, world_size: int) -> None:
         """Nor does it hang, as with a plugin that communicates in `on_exception`."""
         *_, raiser = self.run_in(_raise, world_size, self._arguments(world_size), self.prepare)
 
-        assert raiser == "ValueError: out of order"
+        expect_equal("error of training, after `on_exception` and `teardown`", raiser, "ValueError: out of order")
 
     def test_it_serves_two_runs_in_one_process(self, world_size: int) -> None:
         """The same instance works in two trainers, and no resource stays open afterwards."""
@@ -58,7 +60,8 @@ class ObserverConformance(Conformance):
             _run_twice, world_size, self._arguments(world_size), self.maker(Net), self.kind
         ):
             for what in ("threads", "open files and ports", "process group"):
-                assert second[what] <= first[what], f"{what}: {first[what]} after one run, {second[what]} after two"
+                counts = f"{first[what]} after one run, {second[what]} after two"
+                assert second[what] <= first[what], f"{what}: {counts}; release them in `teardown`"
 
     def test_its_state_can_be_saved(self) -> None:
         """`state_dict` has plain values only, and `load_state_dict` accepts them."""
@@ -101,15 +104,17 @@ class LoggerConformance(ObserverConformance):
         """Other ranks have metrics of their part of the data only, and would overwrite rank 0's files."""
         first, *others = self.run_in(_files_written, several, self._arguments(several))
 
-        assert first, "no file was written under default_root_dir"
-        assert all(files == [] for files in others), f"other ranks wrote {others}"
+        assert first, "rank 0 wrote no file below `trainer.default_root_dir`; write there, and flush at the end"
+        expect_equal("files of other ranks", [name for files in others for name in files], [], "write on rank 0 alone")
 
     def test_strange_metrics_are_kept_or_refused_early(self) -> None:
         """NaN, infinity, names with slashes, spaces and other alphabets, a metric first logged in a later step."""
-        assert self.run_in(_log_unusual_metrics, 1, self._arguments(1)) == ["nothing"]
+        [error] = self.run_in(_log_unusual_metrics, 1, self._arguments(1))
+        expect_equal("error of `log_metrics` with NaN, unusual names, and a name that begins late", error, "nothing")
 
     def test_hyperparameters_of_all_plain_kinds(self) -> None:
-        assert self.run_in(_log_hyperparameters, 1, self._arguments(1)) == ["nothing"]
+        [error] = self.run_in(_log_hyperparameters, 1, self._arguments(1))
+        expect_equal("error of `log_hyperparams` with None, tuples and nested containers", error, "nothing")
 
 
 # --- In each process ---------------------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ from stratagem import World
 from stratagem.api import Evidence
 from stratagem.api.world import Timeouts
 from stratagem.discovery import catalog, registry
-from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
 from stratagem_testing.conformance import Conformance
+from stratagem_testing.expectations import expect_equal, expect_refused, expect_weights
 from stratagem_testing.processes import LAUNCH_VARIABLES
-from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.reference import Net, joined_batches, train_module_plainly
 from stratagem_testing.training import QUIET, outcome, train
 
 
@@ -44,7 +44,8 @@ class _AutoDetected(Conformance):
         module = choice.entry.value.partition(":")[0]
         code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
 
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, f"{module} imports torch"
+        imports = subprocess.run([sys.executable, "-c", code], check=False).returncode != 0
+        assert not imports, f"{module} imports torch; import it in the methods that need it"
 
 
 class EnvironmentConformance(_AutoDetected):
@@ -69,20 +70,21 @@ class EnvironmentConformance(_AutoDetected):
         with _variables(self.variables):
             before = dict(os.environ)
             evidence = environment.detect()
-            assert dict(os.environ) == before, "detect() changes the environment"
+            assert dict(os.environ) == before, "`detect` changes the environment; it must only read variables"
         assert evidence is None or isinstance(evidence, Evidence), (
             f"detect() returned {evidence!r}, which is ignored: return a stratagem.api.Evidence, or None"
         )
         if self.variables:
-            assert evidence, f"not detected with {dict(self.variables)}"
+            assert evidence, f"`detect` returned None with `variables`, {dict(self.variables)}; correct one of them"
 
     def test_its_answers_have_the_right_types(self) -> None:
         environment = self.choice().plugin
         with _variables(self.variables):
-            assert isinstance(environment.processes_exist(), bool)
-            counts = environment.local_processes(), environment.num_nodes()
-        for count in counts:
-            assert count is None or (isinstance(count, int) and count >= 1)
+            assert isinstance(environment.processes_exist(), bool), "`processes_exist` must return True or False"
+            counts = {name: getattr(environment, name)() for name in ("local_processes", "num_nodes")}
+        for name, count in counts.items():
+            fits = count is None or (isinstance(count, int) and count >= 1)
+            assert fits, f"`{name}` returned {count!r}, expected an int from 1, or None if it is not known"
 
     def test_the_world_makes_sense(self) -> None:
         if not self.variables and self.choice().plugin.detect() is None:
@@ -90,12 +92,13 @@ class EnvironmentConformance(_AutoDetected):
         with _variables(self.variables):
             world = self._world()
 
-        assert 0 <= world.rank < world.world_size
-        assert 0 <= world.local_rank < world.local_world_size <= world.world_size
-        assert 0 <= world.node_rank < world.num_nodes
-        assert world.num_nodes > 1 or world.local_world_size == world.world_size
+        said = f"`setup_environment` returned {world}"
+        assert 0 <= world.rank < world.world_size, f"{said}: rank must be below world_size"
+        assert 0 <= world.local_rank < world.local_world_size <= world.world_size, f"{said}: local_rank is too large"
+        assert 0 <= world.node_rank < world.num_nodes, f"{said}: node_rank must be below num_nodes"
+        assert world.num_nodes > 1 or world.local_world_size == world.world_size, f"{said}: one node has all processes"
         if self.world is not None:
-            assert world == self.world
+            expect_equal("`setup_environment` with `variables`", world, self.world, "correct it, or `world`")
 
     def test_missing_and_broken_variables_are_named(self) -> None:
         """A ConfigError names the variable; no KeyError is raised."""
@@ -110,8 +113,8 @@ class EnvironmentConformance(_AutoDetected):
             for broken in broken_ones:
                 with _variables(broken):
                     said = outcome(self._world)
-                assert said.startswith("refused: "), f"{name} is missing or 'x?', and: {said}"
-                assert name in said
+                look = "raise it in `setup_environment`, or add the variable to `optional`"
+                expect_refused(f"{name} that is {broken.get(name, 'missing')!r}", said, name, look)
 
     def _world(self) -> World:
         environment = self.choice().plugin
@@ -123,7 +126,7 @@ class EnvironmentConformance(_AutoDetected):
             timeouts=Timeouts(start=timedelta(seconds=10), collective=timedelta(seconds=10)),
         )  # fmt: skip
         answer = environment.setup_environment(run=run)
-        assert isinstance(answer, World)
+        assert isinstance(answer, World), f"`setup_environment` returned {answer!r}, expected a World"
         return answer
 
 
@@ -150,12 +153,13 @@ class LauncherConformance(Conformance):
             print("RESULT", run.launch(main), flush=True) if "LOCAL_RANK" not in os.environ else run.launch(main)
             """,
         )
-        assert code == 0, errors
+        expect_equal("exit code of a program that launches", code, 0, f"its errors: {errors}")
         lines = [line for line in output.splitlines() if line.startswith("RESULT")]
-        assert len(lines) == 1, output
+        expect_equal("processes in which `launch` returned", len(lines), 1, f"the output is {output}")
         ranks = eval(lines[0].removeprefix("RESULT "))  # noqa: S307 - our own program printed it
-        assert [(rank, local) for rank, local, _ in ranks] == [(rank, rank) for rank in range(several)]
-        assert len({pid for *_, pid in ranks}) == several
+        found, wanted = [each[:2] for each in ranks], [(rank, rank) for rank in range(several)]
+        expect_equal("rank and local rank of each process that `launch` started", found, wanted)
+        expect_equal("processes that `launch` started", len({pid for *_, pid in ranks}), several)
 
     def test_an_error_ends_all_and_is_shown_once(self, several: int) -> None:
         """An error of the last rank, for which rank 0 waits, ends all processes with an exit code that is not 0."""
@@ -169,13 +173,13 @@ class LauncherConformance(Conformance):
             run.launch(main)
             """,
         )
-        assert code != 0
-        assert "out of order" in errors
-        assert errors.count("Traceback") <= 2, f"more than the root error is shown:\n{errors}"
+        assert code != 0, f"a rank raised an error, and the program ended with 0; raise it in `launch`:\n{errors}"
+        assert "out of order" in errors, f"`launch` must raise a rank's error, 'out of order'; found:\n{errors}"
+        assert errors.count("Traceback") <= 2, f"more than the root error is shown; leave out what it caused:\n{errors}"
         deadline = time.monotonic() + 60
         while (left := _processes_with(folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not left, f"processes {left} still run"
+        assert not left, f"processes {left} still run a minute after an error; end all in `launch`"
 
     def test_lines_in_open_files_are_written(self, several: int) -> None:
         """What a process wrote to a file that it did not close is in the file after its end, and after its error."""
@@ -195,9 +199,10 @@ class LauncherConformance(Conformance):
                     run.launch(main)
                     """,
                 )
-                assert (code == 0) == (raiser == several), errors
+                assert (code == 0) == (raiser == several), f"a program with `launch` ended with {code}: {errors}"
                 written = {name: (Path(folder) / name).read_text() for name in complete}
-            assert set(written.values()) == {"a line"}, f"{written}, where rank {raiser} of {several} raises an error"
+            look = f"where rank {raiser} of {several} raises an error: flush files before os._exit"
+            expect_equal("files that ranks left open", written, dict.fromkeys(complete, "a line"), look)
 
     def _script(self, processes: int, body: str) -> tuple[int, str, str, str]:
         """Run a program that launches; return exit code, output, errors, and a text in its processes' command lines."""
@@ -248,32 +253,36 @@ class AcceleratorConformance(_AutoDetected):
         accelerator, started = self._plugin(), torch.cuda.is_initialized()
         count = accelerator.count()
 
-        assert isinstance(count, int)
-        assert count >= 0
-        assert torch.cuda.is_initialized() == started
+        assert isinstance(count, int), f"`count` returned {count!r}, expected an int"
+        assert count >= 0, f"`count` returned {count}, expected 0 where this machine has no such device"
+        expect_equal("torch.cuda.is_initialized() after `count`", torch.cuda.is_initialized(), started)
 
     def test_provides_its_device(self) -> None:
         accelerator = self._plugin()
         device = accelerator.device(0)
 
-        assert isinstance(device, torch.device)
-        assert f"device:{device.type}" in accelerator.capabilities.provides
-        assert accelerator.backend in torch.distributed.Backend.backend_list
+        assert isinstance(device, torch.device), f"`device` returned {device!r}, expected a torch.device"
+        word, known = f"device:{device.type}", torch.distributed.Backend.backend_list
+        assert word in accelerator.capabilities.provides, f"`device` is {device}; `capabilities` must provide {word!r}"
+        assert accelerator.backend in known, f"`backend` is {accelerator.backend!r}, expected one of {known}"
 
     def test_trains_as_the_cpu_does(self) -> None:
         self._need_a_device()
         batches = joined_batches(6, 24)
         results = self.run_in(train, 1, Net, batches, QUIET | self.choose(devices=1))
 
-        assert relative_difference(results[0]["weights"], train_module_plainly(Net(), batches)[0]) < self.tolerance
+        reference, look = train_module_plainly(Net(), batches)[0], "look at what moves tensors to `device`"
+        expect_weights(results[0]["weights"], reference, "the CPU", self.tolerance, look, "tolerance")
 
     def test_more_devices_than_there_are_are_refused(self) -> None:
         self._need_a_device()
         accelerator = self._plugin()
         if not accelerator.indexed:
             pytest.skip("its devices have no numbers")
-        with pytest.raises(ConfigError, match=str(accelerator.count() + 1)):
-            sg.Run(**self.choose(devices=accelerator.count() + 1))
+        more = accelerator.count() + 1
+        expect_refused(
+            f"{more} devices", outcome(lambda: sg.Run(**self.choose(devices=more))), str(more), "see `count`"
+        )
 
     def _plugin(self) -> Any:
         if not isinstance(self.plugin, str):

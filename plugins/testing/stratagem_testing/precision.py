@@ -15,6 +15,7 @@ import stratagem as sg
 from stratagem.api.capabilities import LOSS_SCALING, MULTI_PROCESS
 from stratagem.api.values import PrecisionPolicy
 from stratagem_testing.conformance import Conformance
+from stratagem_testing.expectations import expect_equal, expect_weights
 from stratagem_testing.reference import (
     Batch,
     Gan,
@@ -23,7 +24,6 @@ from stratagem_testing.reference import (
     joined_batches,
     loss_of,
     part,
-    relative_difference,
     train_gan_plainly,
     train_module_plainly,
 )
@@ -31,6 +31,9 @@ from stratagem_testing.sharing import in_turn
 from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
 _BATCH = 24
+_SCALED = "`scale_loss` must scale once, and each gradient be unscaled once before its step; look at `step_context`"
+_SKIPPED = "led to a step: the loss scale begins too high, or does not shrink after an overflow"
+_UNSCALED = "unscale gradients before `clip_gradients`"
 
 
 class PrecisionConformance(Conformance):
@@ -48,24 +51,28 @@ class PrecisionConformance(Conformance):
 
     def test_its_policy_is_honest_about_loss_scaling(self) -> None:
         """`loss_scaling` is the same in the policy and in the capabilities."""
-        assert isinstance(self.policy, PrecisionPolicy)
-        assert self.policy.loss_scaling is self.claims(LOSS_SCALING)
+        policy, word = self.policy, LOSS_SCALING
+        assert isinstance(policy, PrecisionPolicy), f"`policy` returned {policy!r}, expected a PrecisionPolicy"
+        expect_equal(f"`policy().loss_scaling`, as {word!r} in `capabilities`", policy.loss_scaling, self.claims(word))
 
     def test_dtypes_are_those_of_the_policy(self) -> None:
         """The dtypes of parameters and buffers, and of a matrix product in training and in evaluation."""
         seen = self.run_in(_dtypes, 1, self._arguments(1), self.maker(_RecordsDtypes))[0]
         policy = self.policy
 
-        assert seen["parameters"] == {str(policy.param_dtype or torch.float32)}
-        assert seen["train"] == {str(policy.compute_dtype or policy.param_dtype or torch.float32)}
-        assert seen["validate"] == seen["train"], "evaluation computes in another dtype than training"
+        stored, look = policy.param_dtype or torch.float32, "`step_context` must hold in training and in evaluation"
+        expect_equal("dtypes of parameters, as in `policy`", seen["parameters"], {str(stored)})
+        expect_equal("dtypes of a product, as in `policy`", seen["train"], {str(policy.compute_dtype or stored)}, look)
+        expect_equal("dtypes of a product in evaluation", seen["validate"], seen["train"], look)
 
     def test_batches_keep_what_is_not_floating_point(self) -> None:
         """Integers, booleans, complex numbers, text and types of containers are not converted."""
         moved = self.run_in(_transfer, 1, self._arguments(1))[0]
 
-        assert moved["float"] == str(self.policy.param_dtype or torch.float32)
-        assert moved["others"] == ["torch.int64", "torch.bool", "torch.complex64", "text", "tuple", "list"]
+        stored = str(self.policy.param_dtype or torch.float32)
+        others = ["torch.int64", "torch.bool", "torch.complex64", "text", "tuple", "list"]
+        expect_equal("a tensor's dtype after `transfer_batch`, as in `policy`", moved["float"], stored)
+        expect_equal("what `transfer_batch` must not convert", moved["others"], others)
 
     # --- The same training as in fp32, except for rounding -------------------------------------------------------
 
@@ -79,7 +86,7 @@ class PrecisionConformance(Conformance):
         )
         narrow = {self.policy.compute_dtype, self.policy.param_dtype} & {torch.float16, torch.bfloat16}
         if narrow:
-            assert difference > 1e-6, "equal to fp32: nothing was computed in fewer bits"
+            assert difference > 1e-6, "weights equal those of fp32, as if all were computed in it; see `step_context`"
 
     def test_clips_the_unscaled_gradients(self, world_size: int) -> None:
         """Clipping by norm and by value gives the weights of plain fp32."""
@@ -93,10 +100,12 @@ class PrecisionConformance(Conformance):
         self._compare(
             results_by_norm,
             lambda used: train_module_plainly(self.prepare(Net()), [batches[i] for i in used], max_norm=0.5)[0],
+            _UNSCALED,
         )
         self._compare(
             results_by_value,
             lambda used: train_module_plainly(self.prepare(Net()), [batches[i] for i in used], max_value=0.05)[0],
+            _UNSCALED,
         )
 
     def test_returns_the_norm_before_clipping(self) -> None:
@@ -104,7 +113,8 @@ class PrecisionConformance(Conformance):
         _, norms = train_module_plainly(self.prepare(Net()), batches)
         got = self.run_in(_norms, 1, self._arguments(1), self.maker(Net), batches)[0]
 
-        assert any(abs(norm / norms[0] - 1) < 0.05 for norm in got), f"{got}, and plain PyTorch has {norms}"
+        said = f"`run.clip_gradients` returned norms {got}, expected {norms[0]} as in plain PyTorch; {_UNSCALED}"
+        assert any(abs(norm / norms[0] - 1) < 0.05 for norm in got), said
 
     def test_accumulates(self, world_size: int) -> None:
         batches = joined_batches(12, _BATCH)
@@ -133,8 +143,8 @@ class PrecisionConformance(Conformance):
         expected = _tiny_gradients(self.prepare(Net()))
         got = self.run_in(_scaled_gradients, 1, self._arguments(1), self.maker(Net))[0]
 
-        assert expected.norm() > 0
-        assert float((got - expected).norm() / expected.norm()) < 0.05, "scaled too little, or not unscaled"
+        error = float((got - expected).norm() / expected.norm())
+        assert error < 0.05, f"gradients of 1e-8 differ by {error:.1e}: `scale_loss` scales too little, or {_UNSCALED}"
 
     def test_an_overflow_skips_the_step_on_every_rank(self, world_size: int) -> None:
         """One rank's loss is infinite once; also with a strategy that keeps gradients on their rank."""
@@ -142,14 +152,17 @@ class PrecisionConformance(Conformance):
             pytest.skip("it does not scale the loss")
         batches = joined_batches(12, _BATCH)
         used_without = self._train(world_size, Net, batches)[0]["used"]
+        assert used_without, f"none of {len(batches)} batches {_SKIPPED}"
         bad = used_without[len(used_without) // 2]
         chosen = [(self._arguments(world_size), strategy, batches, bad) for strategy in ("auto", _Local())]
         for results in zip(*self.run_in(in_turn, world_size, _train_overflowing, chosen), strict=True):
             used = [result["used"] for result in results]
-            assert all(each == used[0] for each in used), f"ranks skipped different steps: {used}"
-            assert bad not in used[0], "a step with infinite gradients was taken"
-            assert used[0][-1] == len(batches) - 1, "training did not recover"
-            assert all(torch.isfinite(tensor).all() for tensor in results[0]["weights"].values())
+            said = f"gradients overflowed on a rank in batch {bad}, and steps were taken in batches {used[0]}"
+            assert all(each == used[0] for each in used), f"{said}, on others {used[1:]}; all-reduce what overflowed"
+            assert bad not in used[0], f"{said}; `optimizer_step` must skip it"
+            assert used[0][-1] == len(batches) - 1, f"{said}, not in the last; reduce the loss scale after an overflow"
+            finite = all(torch.isfinite(tensor).all() for tensor in results[0]["weights"].values())
+            assert finite, f"{said}; weights are not finite"
 
     # --- State ---------------------------------------------------------------------------------------------------
 
@@ -162,12 +175,13 @@ class PrecisionConformance(Conformance):
             self.run_in(_first_half, 1, self._arguments(1), self.maker(Net), batches[:5], path)
             rest = self.run_in(_second_half, 1, self._arguments(1), self.maker(lambda: Net(seed=3)), batches[5:], path)
 
-        assert relative_difference(rest[0], whole[0]["weights"]) < 1e-6
+        look = "`state_dict` must have what training changes, such as the loss scale, and `load_state_dict` restore it"
+        expect_weights(rest[0], whole[0]["weights"], "a run without interruption", 1e-6, look)
 
     def test_leaves_no_trace(self) -> None:
         """torch's default dtype and autocast are restored after a run, and after an error within a step."""
         for after in self.run_in(_global_state, 1, self._arguments(1))[0]:
-            assert after == {"dtype": "torch.float32", "autocast": False}
+            expect_equal("what `step_context` must restore", after, {"dtype": "torch.float32", "autocast": False})
 
     def test_validates_like_fp32(self, world_size: int) -> None:
         samples = data(world_size * 12, seed=8)
@@ -175,7 +189,7 @@ class PrecisionConformance(Conformance):
         limit = 2 * self._tolerance()
 
         for got in self.run_in(_validate, world_size, self._arguments(world_size), self.maker(Net), samples):
-            assert got == pytest.approx(wanted, rel=max(limit, 1e-5))
+            assert got == pytest.approx(wanted, rel=max(limit, 1e-5)), f"val_loss is {got}, expected {wanted} of fp32"
 
     # --- Helpers -------------------------------------------------------------------------------------------------
 
@@ -190,14 +204,13 @@ class PrecisionConformance(Conformance):
     def _train(self, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], **arguments: Any) -> Any:
         return self.run_in(train, world_size, self.maker(make), batches, self._arguments(world_size, **arguments))
 
-    def _compare(self, results: Any, reference: Callable[[list[int]], dict[str, Tensor]]) -> float:
+    def _compare(self, results: Any, reference: Callable[[list[int]], dict[str, Tensor]], look: str = _SCALED) -> float:
         """Assert equal weights on all ranks, close to ``reference(batches used)``; return the difference."""
-        first = weights_on_all_ranks(results)
+        __tracebackhide__ = True
+        first = weights_on_all_ranks(results, "skip the same steps on all ranks")
         used = results[0]["used"]
-        assert len(used) >= 2, "almost every step was skipped"
-        difference = relative_difference(first, reference(used))
-        assert difference < self._tolerance(), f"weights differ by {difference:.1e} from fp32"
-        return difference
+        assert len(used) >= 2, f"only batches {used} {_SKIPPED}"
+        return expect_weights(first, reference(used), "plain fp32", self._tolerance(), look, "tolerance")
 
 
 def tolerance_of(policy: PrecisionPolicy) -> float:

@@ -35,12 +35,13 @@ LAUNCH_VARIABLES = (
 _LIGHT = {"attrs", "cattrs", "packaging", "pluggy", "yaml"}
 #: Modules that forked processes have imported, and this one has not.
 _imported: set[str] = set()
+_ENDED = "ended with"
 #: Seconds in which the other ranks may write their errors after one has failed.
 _REPORT_GRACE_S = 0.3
 
 
 class ProcessesFailed(AssertionError):
-    """A rank raised an error, was killed, or timed out. The message begins with the traceback of the root cause."""
+    """A rank raised an error, was killed, or timed out. The message begins with the cause and its traceback."""
 
 
 def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 360) -> list[Any]:
@@ -55,6 +56,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
         ProcessesFailed: a rank raised an error or was killed, or ran longer than `limit_s` seconds (stacks are in
             the text); all of them were ended.
     """
+    __tracebackhide__ = True
     import torch
     import torch._dynamo
 
@@ -69,6 +71,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
 def _run_in(
     folder: Path, function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float
 ) -> list[Any]:
+    __tracebackhide__ = True
     (folder / "evidence").mkdir()
     store = RendezvousStore()  # in this process, as in a launcher: it survives a rank that is killed
     children = [_fork(function, rank, world_size, store.port, folder, arguments) for rank in range(world_size)]
@@ -84,7 +87,7 @@ def _run_in(
                 os.waitpid(child, 0)
         store.close()
     if failed:
-        raise ProcessesFailed("\n".join([failed, *_tracebacks(folder, world_size)]))
+        raise ProcessesFailed("\n".join(_failure(failed, folder, world_size)))
     results = [folder / f"{rank}.result" for rank in range(world_size)]
     silent = [rank for rank, path in enumerate(results) if not path.exists()]
     if silent:
@@ -144,7 +147,8 @@ def _fork(
         code = 0
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         echo = is_echo(error)
-        report = {"time": time.time(), "echo": echo, "text": traceback.format_exc()}
+        text, said = traceback.format_exc(), traceback.format_exception_only(error)
+        report = {"time": time.time(), "echo": echo, "text": text, "error": said[-1].partition("\n")[0]}
         (folder / f"{rank}.error").write_text(json.dumps(report))
     finally:
         flush_files()
@@ -162,25 +166,30 @@ def _wait(children: list[int], deadline: float) -> str:
                 code = os.waitstatus_to_exitcode(status)
                 if code:
                     time.sleep(_REPORT_GRACE_S)
-                    return f"rank {rank} ended with {code}"
+                    return f"rank {rank} {_ENDED} {code}"
         if time.monotonic() > deadline:
             for child in waiting.values():  # each writes its stack, see _fork
                 os.kill(child, signal.SIGUSR1)
             time.sleep(_REPORT_GRACE_S)
-            return f"ranks {sorted(waiting)} were still running at the time limit"
+            late = sorted(waiting)
+            return (
+                f"ranks {late} were still running at the time limit, `limit_s`: do all ranks call the same collectives?"
+            )
         time.sleep(0.005)
     return ""
 
 
-def _tracebacks(folder: Path, world_size: int) -> list[str]:
-    """Return the tracebacks of all ranks, the root cause first; those of ranks that failed as a result, in one line."""
+def _failure(failed: str, folder: Path, world_size: int) -> list[str]:
+    """Return what failed, and the tracebacks of all ranks: the cause first, ranks that failed by it in one line."""
     reports, stacks = {}, {}
     for rank in range(world_size):
         with contextlib.suppress(OSError, ValueError):
             stacks[rank] = (folder / f"{rank}.stack").read_text()
             reports[rank] = json.loads((folder / f"{rank}.error").read_text())
     order = sorted(reports, key=lambda rank: (reports[rank]["echo"], reports[rank]["time"]))
-    lines = []
+    if order and failed.endswith(f"{_ENDED} 1"):  # the code of a process that has reported an error
+        failed = f"rank {order[0]} raised {reports[order[0]]['error']}"
+    lines = [failed]
     for place, rank in enumerate(order):
         text = reports[rank]["text"].strip()
         lines.append(f"--- rank {rank}\n{text if place == 0 or not reports[rank]['echo'] else text.splitlines()[-1]}")

@@ -436,8 +436,18 @@ def part(batches: list[Batch], rank: int, world_size: int) -> list[Batch]:
 
 def relative_difference(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """Return the largest relative distance of a tensor from its reference in norm; inf if one is not finite."""
-    assert weights.keys() == reference.keys()
-    return max(_relative_difference(weights[name].double(), reference[name].double()) for name in weights)
+    return max(differences(weights, reference).values())
+
+
+def differences(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative distance of each tensor from its reference in norm, by name; inf if one is not finite."""
+    __tracebackhide__ = True
+    if weights.keys() != reference.keys():
+        missing, more = sorted(reference.keys() - weights.keys()), sorted(weights.keys() - reference.keys())
+        raise AssertionError(
+            f"weights lack {missing}, and have {more} too; `model_state` must return the module's names"
+        )
+    return {name: _relative_difference(weights[name].double(), reference[name].double()) for name in weights}
 
 
 def _relative_difference(tensor: Tensor, reference: Tensor) -> float:

@@ -92,12 +92,14 @@ def weights_of(trainer: sg.Trainer) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
-def weights_on_all_ranks(results: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the ``weights`` of the ranks, after checking that they are bit-equal on all."""
+def weights_on_all_ranks(results: list[dict[str, Any]], look: str = "take the same steps on all") -> dict[str, Tensor]:
+    """Return the ``weights`` of the ranks, after checking that they are bit-equal on all; `look` ends the error."""
+    __tracebackhide__ = True
     first: dict[str, Tensor] = results[0]["weights"]
     for rank, result in enumerate(results):
         differing = [name for name in first if not torch.equal(first[name], result["weights"][name])]
-        assert not differing, f"rank {rank} and rank 0 differ in {', '.join(differing)}"
+        if differing:
+            raise AssertionError(f"weights of rank {rank} and of rank 0 differ in {', '.join(differing)}; {look}")
     return first
 
 

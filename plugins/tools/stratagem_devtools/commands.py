@@ -114,6 +114,9 @@ class Check(Command):
             "--tolerance", type=float, metavar="X", help="largest relative difference from plain training"
         )
         parser.add_argument(
+            "--full-trace", action="store_true", help="show all frames of tracebacks, and what the checks print"
+        )
+        parser.add_argument(
             "--write", type=Path, metavar="README", help="write the result into this file, which the wheel carries"
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
@@ -154,7 +157,8 @@ def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
         attributes["world_sizes"] = tuple(arguments.world_sizes)
     if arguments.tolerance is not None:
         attributes["tolerance"] = arguments.tolerance
-    rows = check(entry, dict(map(_option, arguments.option)), quiet=arguments.json, **attributes)
+    options = dict(map(_option, arguments.option))
+    rows = check(entry, options, quiet=arguments.json, full_trace=arguments.full_trace, **attributes)
     if arguments.json:
         print(json.dumps(rows, indent=2))
     if arguments.write is not None:

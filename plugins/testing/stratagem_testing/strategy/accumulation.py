@@ -16,9 +16,12 @@ from stratagem.api.capabilities import (
     NO_SYNC,
     SHARDED_PARAMETERS,
 )
+from stratagem_testing.expectations import expect_equal
 from stratagem_testing.reference import CustomClipping, Net, train_module_plainly
 from stratagem_testing.strategy.base import StrategyChecks
 from stratagem_testing.training import EveryBatch, bytes_sent, share
+
+_CLIPPED = "`clip_gradients` must clip the averaged gradients of the whole model, once before each step"
 
 
 class AccumulationChecks(StrategyChecks):
@@ -31,7 +34,7 @@ class AccumulationChecks(StrategyChecks):
 
         results = self._train(world_size, Net, batches, accumulate_grad_batches=3)
 
-        assert results[0]["steps"] == 3
+        expect_equal("steps of 8 batches, three a step", results[0]["steps"], 3, "step where `run.sync_gradients`")
         self._compare(results, train_module_plainly(self.maker(Net)(), batches, accumulate=3)[0])
 
     def test_inner_micro_batches_send_no_gradients(self, several: int) -> None:
@@ -49,9 +52,10 @@ class AccumulationChecks(StrategyChecks):
             closing = min(by_batch[2], by_batch[5])
             # The first also opens connections. What an engine sends in the background adds to some of them.
             inner = min(by_batch[index] for index in (1, 3, 4))
-            assert closing - inner > gradients / 4, f"bytes sent by batch: {by_batch}"
+            said = f"`backward` must send gradients where `run.sync_gradients` alone; bytes sent by batch: {by_batch}"
+            assert closing - inner > gradients / 4, said
             if not (self.claims(SHARDED_PARAMETERS) or self._is_cut(several)):
-                assert inner < gradients / 4, f"bytes sent by batch: {by_batch}"
+                assert inner < gradients / 4, said
 
     def test_clip_by_norm(self, world_size: int) -> None:
         batches = self.batches(8)
@@ -59,7 +63,7 @@ class AccumulationChecks(StrategyChecks):
         reference, norms = train_module_plainly(self.maker(Net)(), batches, max_norm=0.5)
         assert min(norms) > 0.5, "the reference is never clipped"
 
-        self._compare(self._train(world_size, Net, batches, gradient_clip_val=0.5), reference)
+        self._compare(self._train(world_size, Net, batches, gradient_clip_val=0.5), reference, look=_CLIPPED)
 
     def test_clip_by_value(self, world_size: int) -> None:
         batches = self.batches(8)
@@ -69,6 +73,7 @@ class AccumulationChecks(StrategyChecks):
         self._compare(
             self._train(world_size, Net, batches, **limits),
             train_module_plainly(self.maker(Net)(), batches, max_value=0.05)[0],
+            look=_CLIPPED,
         )
 
     def test_clipping_with_accumulation(self, world_size: int) -> None:
@@ -79,7 +84,7 @@ class AccumulationChecks(StrategyChecks):
 
         results = self._train(world_size, Net, batches, gradient_clip_val=0.5, accumulate_grad_batches=3)
 
-        self._compare(results, train_module_plainly(self.maker(Net)(), batches, 3, max_norm=0.5)[0])
+        self._compare(results, train_module_plainly(self.maker(Net)(), batches, 3, max_norm=0.5)[0], look=_CLIPPED)
 
     def test_custom_clipping(self, world_size: int) -> None:
         """A module that clips gradients itself sees complete, averaged gradients."""

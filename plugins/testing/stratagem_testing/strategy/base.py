@@ -15,7 +15,8 @@ from stratagem.api import Mesh, World
 from stratagem.api.capabilities import FULL_STATE, MULTI_PROCESS
 from stratagem.errors import StratagemError
 from stratagem_testing.conformance import Conformance, refusal
-from stratagem_testing.reference import Batch, Net, Scheduled, joined_batches, relative_difference
+from stratagem_testing.expectations import expect_refused, expect_weights
+from stratagem_testing.reference import Batch, Net, Scheduled, joined_batches
 from stratagem_testing.sharing import run_alone
 from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
@@ -25,6 +26,12 @@ BATCH = 24
 SEQUENCE = 4
 #: The axes of a mesh whose ranks read the same samples: these ranks have parts of the model, or of the samples.
 CUT_AXES = ("pipeline", "context", "tensor")
+#: What a strategy does for the weights of all ranks to be those of one process.
+_LOOK = (
+    "`wrap_model` must begin with rank 0's weights on all ranks, and `backward` average (not sum) every gradient over "
+    "the ranks, once before each step"
+)
+_UNCLAIMED = "{!r} must be in `capabilities.provides`, or be refused with an error that names it"
 #: Why a check of an outer strategy is skipped.
 _OUTER = "an outer strategy does not train as one process would: compare it with a reference loop of your own"
 
@@ -72,7 +79,8 @@ class StrategyChecks(Conformance):
         elif self._is_outer:
             pytest.skip(_OUTER)
         if reason := self._size_refused(world_size):
-            assert not all(self._size_refused(size) for size in self.world_sizes), reason
+            possible = [size for size in self.world_sizes if not self._size_refused(size)]
+            assert possible, f"`world_sizes` are {self.world_sizes}, all of which the strategy refuses: {reason}"
             pytest.skip(reason)
 
     def _size_refused(self, world_size: int) -> str | None:
@@ -95,18 +103,21 @@ class StrategyChecks(Conformance):
         return self._run(world_size, _train, self.maker(make), batches, arguments)
 
     def _compare(
-        self, results: list[dict[str, Any]], reference: dict[str, Tensor] | None, tolerance: float | None = None
-    ) -> None:
-        """Assert that all ranks have the same weights, and that these equal the reference."""
+        self, results: list[dict[str, Any]], reference: dict[str, Tensor] | None, tolerance: float | None = None,
+        look: str = _LOOK,
+    ) -> None:  # fmt: skip
+        """Assert that all ranks have the same weights, and that these equal the reference; `look` ends the error."""
+        __tracebackhide__ = True
         if self._is_outer:
             pytest.skip(_OUTER)
-        first = weights_on_all_ranks(results)
+        first = weights_on_all_ranks(results, look)
         if reference is not None:
-            difference = relative_difference(first, reference)
-            assert difference < (tolerance or self.tolerance), f"weights differ by {difference:.1e} from one process"
+            limit, knob = (self.tolerance, "tolerance") if tolerance is None else (tolerance, "")
+            expect_weights(first, reference, "one process with the joined batches", limit, look, knob)
 
     def _require(self, word: str, world_size: int, make: Callable[[], sg.Module] = Net, **arguments: Any) -> None:
         """Return if the strategy claims `word`; otherwise assert that `arguments` or the module fail, and skip."""
+        __tracebackhide__ = True
         if word != MULTI_PROCESS:
             self._require_size(world_size)
         if self.claims(word):
@@ -117,19 +128,18 @@ class StrategyChecks(Conformance):
         if reason is None:
             chosen = self._arguments(world_size, **arguments)
             outcomes = self.run_in(fit_outcome, world_size, chosen, self.maker(make), self.batches(2))
-            assert len(set(outcomes)) == 1, f"{word!r} is not claimed, and ranks disagree about it: {outcomes}"
+            assert len(set(outcomes)) == 1, f"{_UNCLAIMED.format(word)} on all ranks: found {outcomes}"
             reason = outcomes[0]
-            assert reason.startswith("refused: "), f"{word!r} is not claimed, and was not refused: {reason}"
-        assert repr(word) in reason, f"{word!r} is not claimed, and was refused for another reason: {reason}"
+            expect_refused(repr(word), reason, look="or be in `capabilities.provides`")
+        assert repr(word) in reason, f"{_UNCLAIMED.format(word)}: found {reason!r}"
         pytest.skip(reason)
 
     def _trained_or_refused(self, world_size: int, make: Any, batches: list[Any]) -> list[dict[str, Any]]:
         """Return what each rank trained; if all ranks refused the module, skip with the error message."""
         results = self._run(world_size, _train_or_refuse, self.maker(make), batches)
         refused = [result for result in results if isinstance(result, str)]
-        assert len(refused) in (0, world_size), f"some ranks refused, others trained: {results}"
+        assert len(refused) in (0, world_size), f"all ranks must refuse the module, or none; these refused: {refused}"
         if refused:
-            assert all(text.startswith("refused: ") for text in refused), refused[0]
             pytest.skip(refused[0])
         return results
 
@@ -140,7 +150,8 @@ class StrategyChecks(Conformance):
             outcomes = self.run_in(
                 _save_outcome, world_size, self._arguments(world_size), self.maker(Scheduled), self.batches(1)
             )
-            assert all(repr(FULL_STATE) in text for text in outcomes), f"{FULL_STATE!r} is not claimed: {outcomes}"
+            named = all(repr(FULL_STATE) in text for text in outcomes)
+            assert named, f"{_UNCLAIMED.format(FULL_STATE)}: found {outcomes}"
             pytest.skip(outcomes[0])
 
 

@@ -10,6 +10,7 @@ import pytest
 import stratagem as sg
 from stratagem.api.capabilities import ACCUMULATION, GRADIENT_BUCKETS, SHARDED_PARAMETERS
 from stratagem_testing.conformance import refusal
+from stratagem_testing.expectations import expect_equal
 from stratagem_testing.precision import tolerance_of
 from stratagem_testing.reference import Net, train_module_plainly
 from stratagem_testing.strategy.base import StrategyChecks
@@ -36,8 +37,9 @@ class CombinationChecks(StrategyChecks):
         results = self._train(world_size, Net, batches, precision=precision)
 
         used = [batches[index] for index in results[0]["used"]]
-        assert len(used) >= 2, "almost every step was skipped"
-        self._compare(results, train_module_plainly(self.maker(Net)(), used)[0], tolerance_of(policy))
+        assert len(used) >= 2, f"only batches {results[0]['used']} led to a step; skip those that overflow alone"
+        look = f"gradients must be averaged once in {precision}, before they are unscaled or after it"
+        self._compare(results, train_module_plainly(self.maker(Net)(), used)[0], tolerance_of(policy), look)
 
     def test_gradient_buckets(self, world_size: int) -> None:
         """Comm hooks are given every gradient once in each synchronized step, and what they return is applied."""
@@ -51,13 +53,15 @@ class CombinationChecks(StrategyChecks):
         self._compare(results, reference)
         size = sum(parameter.numel() for parameter in self.maker(Net)().parameters())
         if self.claims(SHARDED_PARAMETERS):  # hooks are given only what is averaged over replicas, by shards
-            assert sum(min(result["elements"]) for result in results) >= size
+            given = sum(min(result["elements"]) for result in results)
+            assert given >= size, f"comm hooks of all ranks got {given} gradients of {size}; give them every bucket"
         for result in results:
             if self.claims(SHARDED_PARAMETERS):
                 assert min(result["last"]) >= 1, "no bucket of a backward sets is_last"
                 continue
-            assert result["elements"] == [size] * (4 // accumulate)
-            assert result["last"] == [1] * (4 // accumulate), "expected exactly one bucket of a backward to set is_last"
+            steps, look = 4 // accumulate, "call `run.bucket_reducer()` once with each bucket"
+            expect_equal("gradients given to a comm hook in each step", result["elements"], [size] * steps, look)
+            expect_equal("buckets that set is_last in each step", result["last"], [1] * steps, "set it in the last")
 
 
 # --- In each process ---------------------------------------------------------------------------------------------

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem_testing.expectations import expect_equal
 from stratagem_testing.reference import Indexed, Net, data, loss_of, train_module_plainly
 from stratagem_testing.strategy.base import StrategyChecks
 from stratagem_testing.training import loader, share, weights_of
+
+_DIVIDED = "each sample must be read once, in order: look at `wrap_dataloader` and at the data shards of `mesh`"
 
 
 class DataChecks(StrategyChecks):
@@ -21,8 +24,10 @@ class DataChecks(StrategyChecks):
         seen = self._run(world_size, _indices_read, self.maker(Indexed), data(world_size * 12, sequence=self.sequence))
         by_shard = dict(seen)  # ranks of one data shard (a tensor-parallel group) read the same samples
 
-        assert all(indices == by_shard[shard] for shard, indices in seen)
-        assert sorted(index for indices in by_shard.values() for index in indices) == list(range(world_size * 12))
+        for shard, indices in seen:
+            expect_equal(f"samples that ranks of data shard {shard} of `mesh` read", indices, by_shard[shard])
+        read = sorted(index for indices in by_shard.values() for index in indices)
+        expect_equal("samples that all data shards read", read, list(range(world_size * 12)), _DIVIDED)
 
     def test_predictions_are_complete_and_in_order(self, world_size: int) -> None:
         """Each sample is predicted once, on each rank in the order of the data, also if ranks have unequal numbers."""
@@ -33,10 +38,12 @@ class DataChecks(StrategyChecks):
 
         by_shard = {result["shard"]: result["indices"] for result in results}
         indices = [index for indices in by_shard.values() for index in indices]
-        assert sorted(indices) == list(range(count))
+        expect_equal("samples that were predicted", sorted(indices), list(range(count)), _DIVIDED)
         for result in results:
-            assert result["indices"] == sorted(result["indices"])
-            assert torch.allclose(result["outputs"], expected[result["indices"]], atol=1e-5)
+            of_rank = result["indices"]
+            expect_equal("samples in the order of a rank's predictions", of_rank, sorted(of_rank), _DIVIDED)
+            right = torch.allclose(result["outputs"], expected[of_rank], atol=1e-5)
+            assert right, f"predictions {result['outputs']} differ from those of the module, {expected[of_rank]}"
 
     def test_validation_measures_the_whole_set(self, world_size: int) -> None:
         """The loss is the mean over all samples, before a fit and after it, and validation changes no weights."""
@@ -50,7 +57,8 @@ class DataChecks(StrategyChecks):
 
         self._compare(results, reference)
         for result in results:
-            assert result["losses"] == pytest.approx(wanted, rel=1e-5)
+            expected = pytest.approx(wanted, rel=1e-5)
+            expect_equal("val_loss before and after the fit", result["losses"], expected, "each sample must count once")
 
 
 # --- In each process ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem_testing.expectations import expect_refused
 from stratagem_testing.observed import Counted, DroppedWithin
 from stratagem_testing.reference import Batch, Dropped, data
 from stratagem_testing.strategy.base import StrategyChecks, fit_outcome
@@ -33,8 +34,8 @@ class MeshChecks(StrategyChecks):
         if self._size_refused(world_size) is None:
             pytest.skip(f"{world_size} processes are possible")
         outcomes = self.run_in(fit_outcome, world_size, self._arguments(world_size), self.maker(Dropped), [])
-        assert len(set(outcomes)) == 1, f"ranks disagree: {outcomes}"
-        assert outcomes[0].startswith("refused: "), outcomes[0]
+        assert len(set(outcomes)) == 1, f"ranks refuse {world_size} processes in different words: {outcomes}"
+        expect_refused(f"{world_size} processes", outcomes[0], look="raise a ConfigError in `mesh`")
 
     def test_metrics_are_those_of_all_samples(self, world_size: int) -> None:
         """What ranks log together is what one process logs, also if some read the same, or parts; or it is named."""
@@ -48,12 +49,14 @@ class MeshChecks(StrategyChecks):
             wanted = {stage + name: float(value) for name, value in (expected | {"count": y.numel()}).items()}
             for found, _ in results:
                 wrong = [name for name in wanted if found[name] != pytest.approx(wanted[name], rel=1e-5)]
-                assert wrong in ([], [f"{stage}exponential"]), f"{found}; expected {wanted}"
+                look = "ranks that read the same samples must be in one data shard of `mesh`"
+                assert wrong in ([], [f"{stage}exponential"]), f"{wrong}: found {found}, expected {wanted}; {look}"
                 assert all(name in results[0][1] for name in wrong), f"no warning names {wrong}"
 
     def test_ranks_that_read_the_same_draw_the_same(self, world_size: int) -> None:
         """With dropout on what all of them hold, all ranks have the same weights, whatever their seeds were."""
-        self._compare(self._run(world_size, _train_seeded, self.maker(Dropped), self.batches(3)), None)
+        results = self._run(world_size, _train_seeded, self.maker(Dropped), self.batches(3))
+        self._compare(results, None, look="ranks that read the same samples must draw the same random numbers")
 
     def test_parts_of_a_layer_draw_differently(self, several: int) -> None:
         """Dropout between two layers that are cut keeps other elements on each rank, and the weights still agree.

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem_testing.reference import Batch, Net, joined_batches, loss_of, relative_difference
+from stratagem_testing.expectations import expect_weights
+from stratagem_testing.reference import Batch, Net, joined_batches, loss_of
 from stratagem_testing.strategy.base import StrategyChecks
 from stratagem_testing.training import train, weights_on_all_ranks
 
@@ -37,8 +38,9 @@ class OuterChecks(StrategyChecks):
 
         results = self.run_in(train, several, self.maker(Net), batches, self._arguments(several))
 
-        difference = relative_difference(weights_on_all_ranks(results), reference.average())
-        assert difference < self.tolerance, f"the average of the teams differs by {difference:.1e} from the loop's"
+        look = "compare what the strategy does after each step with `meet` of its class of checks"
+        weights, limit = weights_on_all_ranks(results, look), self.tolerance
+        expect_weights(weights, reference.average(), "teams in one process", limit, look, "tolerance")
 
 
 # --- The reference -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import stratagem as sg
 from stratagem.api.seeding import seeded
 from stratagem.discovery import registry
 from stratagem_testing.conformance import refusal
+from stratagem_testing.expectations import expect_equal
 from stratagem_testing.processes import LAUNCH_VARIABLES
 from stratagem_testing.reference import Batch, Net
 from stratagem_testing.strategy.base import StrategyChecks
@@ -61,11 +62,14 @@ class PlanChecks(StrategyChecks):
             of_class = range(world_size) if len(classes) == 1 else [each["rank"]]
             for rank in of_class:
                 planned, sent = _planned_messages(each), _messages(counted[rank]["sent"])
-                assert planned == sent, f"rank {rank}: planned {planned - sent}, sent {sent - planned}"
+                look = f"rank {rank}: hooks must do the same where `run.environment.simulated`, or set `unplannable`"
+                found = planned - sent, sent - planned
+                expect_equal("messages that were only planned, and only sent", found, (Counter(), Counter()), look)
                 peak = each["peak"] - each["at_peak"]["libraries"]
                 left_out = max(self.peak_tolerance * peak, _ON_THE_CPU_BYTES)
                 assert peak >= counted[rank]["peak"] - left_out, (
-                    f"rank {rank}: planned {each['at_peak']}, held {counted[rank]['at_peak']}"
+                    f"the plan's peak is {peak} bytes, {each['at_peak']}, and the run held {counted[rank]['peak']}, "
+                    f"{counted[rank]['at_peak']}; {look}; set `peak_tolerance` for what a plan may leave out"
                 )
 
     def _planned(self, world_size: int, module: sg.Module, batches: list[Batch]) -> list[dict[str, Any]]:
@@ -83,10 +87,11 @@ class PlanChecks(StrategyChecks):
             if self.unplannable is None and done.returncode == _CANNOT_BE_PLANNED:
                 pytest.skip(done.stderr)
             if self.unplannable:
-                assert done.returncode == _CANNOT_BE_PLANNED, f"it is planned: {done.stdout}"
-                assert self.unplannable in done.stderr, done.stderr
+                said = f"`unplannable` is {self.unplannable!r}, and"
+                assert done.returncode == _CANNOT_BE_PLANNED, f"{said} the strategy can be planned: {done.stdout}"
+                assert self.unplannable in done.stderr, f"{said} planning is refused for another reason: {done.stderr}"
                 pytest.skip(done.stderr)
-            assert done.returncode == _FITS, done.stdout + done.stderr
+            assert done.returncode == _FITS, f"`stratagem plan` failed; set `unplannable` if it must: {done.stderr}"
             classes: list[dict[str, Any]] = json.loads((folder / "plan").read_text())["classes"]
         return classes
 

@@ -10,7 +10,8 @@ import torch
 
 import stratagem as sg
 from stratagem.api.capabilities import MULTI_PROCESS
-from stratagem_testing.reference import Batch, Net, relative_difference
+from stratagem_testing.expectations import expect_equal, expect_weights
+from stratagem_testing.reference import Batch, Net
 from stratagem_testing.sharing import run_first, run_last
 from stratagem_testing.strategy.base import StrategyChecks, fit_outcome, run_arguments
 from stratagem_testing.training import in_empty_folder, outcome, resources_held, share, weights_of
@@ -22,28 +23,31 @@ class ProcessChecks(StrategyChecks):
     def test_collectives(self, world_size: int) -> None:
         """All methods of `Collectives`, with tensors and with objects, give their documented results."""
         for problems in self._run(world_size, _collective_errors):
-            assert problems == []
+            expect_equal("wrong results of collectives", problems, [], "look at what `connect` returns")
 
     def test_an_error_on_one_rank_ends_all(self, several: int) -> None:
         """All ranks end within seconds, and the other ranks' errors name the cause."""
         *others, raiser = self._run(several, _raise_on_last_rank, self.maker(_Raises), self.batches(5))
 
-        assert raiser == "ValueError: out of order"
+        expect_equal("error of training, after `on_exception` and `teardown`", raiser, "ValueError: out of order")
         for error in others:
-            assert "out of order" in error or "onnection" in error or "peer" in error, error
+            named = "out of order" in error or "onnection" in error or "peer" in error
+            assert named, f"another rank ended with {error!r}, expected the first error or a lost connection"
 
     def test_leaves_nothing_behind(self, world_size: int) -> None:
         """After three runs in one process no process group, thread, file descriptor, port or file remains."""
         for first, second, third in self._run(world_size, _run_three_times, self.maker(Net), self.batches(2)):
-            assert not third["process group"], "the process group still exists"
+            assert not third["process group"], "the process group still exists after the run; destroy it in `teardown`"
             # The peer may close a connection later than after another run; a leak grows with each run.
-            more = {name for name, value in third.items() if not _at_most(value, second[name])}
-            assert not more, f"after the first run {first}, the second {second}, the third {third}"
+            more = [name for name, value in third.items() if not _at_most(value, second[name])]
+            grown = "; ".join(f"{name}: {first[name]}, {second[name]}, {third[name]}" for name in more)
+            assert not more, f"left behind after one run, two and three: {grown}; release them in `teardown`"
 
     def test_a_second_run_is_like_the_first(self, world_size: int) -> None:
         """The same instance trains twice in one process, and the first run does not affect the second."""
         for first, second in self._run(world_size, _train_twice, self.maker(Net), self.batches(3)):
-            assert relative_difference(second, first) < self.tolerance
+            look = "an instance must keep nothing of a run: look at its attributes, and at `teardown`"
+            expect_weights(second, first, "the instance's first run", self.tolerance, look, "tolerance")
 
     def test_more_processes_than_it_can_are_refused(self, several: int) -> None:
         """A strategy for one process refuses two before it starts any."""

@@ -16,6 +16,11 @@ from stratagem_testing.reference import Batch, Indexed, Net, Scheduled, data, tr
 from stratagem_testing.strategy.base import StrategyChecks, train_and_save
 from stratagem_testing.training import QUIET, outcome, share, weights_of
 
+_RESUMED = (
+    "they were right before the checkpoint: compare what `model_state` and `optimizer_state` (such as momentum) return "
+    "with what `load_model_state` and `load_optimizer_state` apply"
+)
+
 
 class StateChecks(StrategyChecks):
     """Checkpoints, resumed with other numbers of processes and on a single device."""
@@ -35,7 +40,7 @@ class StateChecks(StrategyChecks):
         whole, _ = train_module_plainly(self.maker(Scheduled)(), batches)
         path, results = self._saved(world_size, batches[:4])
         self._compare(results, half)
-        self._compare(self._continue(other_size, path, batches), whole)
+        self._compare(self._continue(other_size, path, batches), whole, look=_RESUMED)
 
     def test_continues_what_one_device_saved(self, world_size: int) -> None:
         self._require_saving(world_size)
@@ -46,6 +51,7 @@ class StateChecks(StrategyChecks):
             self._compare(
                 self._run(world_size, _continue, self.maker(_Other), path, batches),
                 train_module_plainly(self.maker(Scheduled)(), batches)[0],
+                look=_RESUMED,
             )
 
     def test_resuming_within_an_epoch_under_another_seed(self, world_size: int) -> None:
@@ -69,12 +75,13 @@ class StateChecks(StrategyChecks):
         assert rest, "the epoch ended before the checkpoint"
         twice = sorted({index for index in first + rest if (first + rest).count(index) > 1})
         missing = sorted(set(range(count)) - set(first + rest))
-        assert (twice, missing) == ([], []), f"read twice: {twice}; not at all: {missing}"
+        look = "the sampler of `wrap_dataloader` must be a DistributedSampler, or draw from its attribute `generator`"
+        assert (twice, missing) == ([], []), f"read twice: {twice}; not at all: {missing}; {look}"
 
     def test_weights_of_another_model_are_refused_on_all_ranks(self, world_size: int) -> None:
         self._require_saving(world_size)
         for error in self._run(world_size, _load_renamed_weights, self.maker(Net), self.batches(1)):
-            assert error != "nothing", "weights with other names were loaded without an error message"
+            assert error != "nothing", "weights with other names were loaded; `load_model_state` must pass `strict` on"
 
     def _saved(self, world_size: int, batches: list[Batch]) -> tuple[Path, list[dict[str, Any]]]:
         """Return a checkpoint of `world_size` processes and what they returned; saved once a class."""

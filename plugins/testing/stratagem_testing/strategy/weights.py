@@ -13,6 +13,7 @@ from torch import Tensor
 import stratagem as sg
 from stratagem.api.capabilities import CLIP_BY_NORM, SHARDED_PARAMETERS
 from stratagem_testing.attachments import WAYS, train_each
+from stratagem_testing.expectations import expect_equal
 from stratagem_testing.reference import (
     Branching,
     BranchingInSize,
@@ -57,7 +58,8 @@ class WeightChecks(StrategyChecks):
 
         results = self._train(world_size, Net, batches)
 
-        assert [result["steps"] for result in results] == [12] * world_size
+        steps = [result["steps"] for result in results]
+        expect_equal("optimizer steps on each rank", steps, [12] * world_size, "take one step for each batch")
         self._compare(results, reference)
 
     def test_what_is_attached_to_parameters_holds(self, world_size: int) -> None:
@@ -72,7 +74,8 @@ class WeightChecks(StrategyChecks):
                 continue
             assert not any(isinstance(each, str) for each in found), f"{way.__name__}: some ranks refused: {found}"
             reference, _ = train_module_plainly(self.maker(way)(), batches)
-            self._compare([{"weights": each} for each in found], reference)
+            look = f"keep what users attach to parameters ({way.__name__}), or refuse the module in `wrap_model`"
+            self._compare([{"weights": each} for each in found], reference, look=look)
 
     def test_a_loop_of_your_own(self, world_size: int) -> None:
         """`Run.setup`, `backward`, `clip_gradients` (which returns the norm before clipping) and `optimizer_step`.
@@ -94,7 +97,8 @@ class WeightChecks(StrategyChecks):
         self._compare(results, reference)
         for result in results:
             if clip is not None:
-                assert result["norms"] == pytest.approx(norms, rel=1e-5)
+                look = "`clip_gradients` must return the norm of the averaged gradients before it clips them"
+                expect_equal("norms of `run.clip_gradients`", result["norms"], pytest.approx(norms, rel=1e-5), look)
 
     def test_unusual_models(self, world_size: int, model: type[Net]) -> None:
         """Frozen, tied and scalar parameters, buffers, and a schedule of the learning rate."""
@@ -115,6 +119,7 @@ class WeightChecks(StrategyChecks):
             self._trained_or_refused(world_size, Double, batches),
             train_module_plainly(self.maker(Double)(), batches)[0],
             1e-12,
+            "keep float64 where parameters have it: nothing may be rounded to float32 in `wrap_model` or on its way",
         )
 
     def test_unused_parameters(self, world_size: int) -> None:
@@ -122,7 +127,8 @@ class WeightChecks(StrategyChecks):
         batches = self.batches(4)
         reference, _ = train_module_plainly(self.maker(Unused)(), batches)
 
-        self._compare(self._trained_or_refused(world_size, Unused, batches), reference)
+        look = "a parameter that no loss reaches has no gradient: leave it as it is, or refuse the module"
+        self._compare(self._trained_or_refused(world_size, Unused, batches), reference, look=look)
 
     def test_branching_models(self, several: int, branching: type[Branching]) -> None:
         """Ranks whose batches use different layers train as in one process, or the module is refused on every rank.
@@ -135,7 +141,8 @@ class WeightChecks(StrategyChecks):
         reference, norms = train_branching_plainly(self.maker(branching)(), batches, shards)
         assert max(norms) > 1, "the reference has small gradients, with which errors would not be seen"
 
-        self._compare(self._trained_or_refused(several, branching, batches), reference)
+        look = "all-reduce a flag for each parameter that has a gradient first; others count as zero"
+        self._compare(self._trained_or_refused(several, branching, batches), reference, look=look)
 
     def test_an_uneven_last_batch(self, world_size: int) -> None:
         """The last batch of the loader is smaller than the others, by the same number on every rank."""
