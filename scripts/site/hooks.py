@@ -5,6 +5,7 @@ The pages of the reference are written here from the code, at each build. Pages 
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pages import (
     links,
     plugin_links,
     plugins,
+    sources,
     start,
 )
 from pymdownx.slugs import slugify
@@ -32,9 +34,11 @@ LISTS = ("decisions/", "changelog.md", "matrix.md", "benchmarks.md", "reference/
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the decisions in the navigation, and name headings in links as GitHub does."""
+    """List decisions and strategies, link to the repository, and name headings in links as GitHub does."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
-    config.nav = decisions.with_pages(config.nav or [], ROOT)
+    config.nav = plugins.with_pages(decisions.with_pages(config.nav or [], ROOT), ROOT)
+    config.repo_url = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    config.repo_name, config.edit_uri = "Repository", "edit/main/docs/"
     return config
 
 
@@ -51,7 +55,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         **plugins.pages(ROOT),
     }
     for path, text in generated.items():
-        files.append(File.generated(config, path, content=text))
+        file = File.generated(config, path, content=text)
+        file.edit_uri = f"../{sources.of(path, ROOT)}"
+        files.append(file)
     return files
 
 

@@ -12,7 +12,7 @@ from browser import browser
 pytestmark = pytest.mark.slow
 
 #: Pages that are shown in all sizes and colors; the others only on a narrow screen.
-SHOWN = ("index.html", "reference/trainer.html", "reference/plugins/strategies.html", "hooks.html", "matrix.html")
+SHOWN = ("index.html", "reference/trainer.html", "reference/plugins/strategies/index.html", "hooks.html", "matrix.html")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
