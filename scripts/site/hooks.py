@@ -29,6 +29,8 @@ from pages import (
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
+#: Pages that a search for one of their plugins should find before pages that mention it.
+LISTS_OF_PLUGINS = ("reference/plugins/callbacks.md", "reference/plugins/comm-hooks.md")
 #: Pages with so many words that a search for any of them would find them first.
 LISTS = ("decisions/", "changelog.md", "matrix.md", "benchmarks.md", "reference/errors.md")
 
@@ -62,9 +64,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Complete the page of hooks, show files outside of `docs/` by their paths, and rank lists last in the search."""
+    """Complete pages, show files outside of `docs/` by their paths, and rank pages in the search."""
     if page.file.src_uri.startswith(LISTS):
         page.meta["search"] = {"boost": 0.2}
+    if page.file.src_uri.startswith(LISTS_OF_PLUGINS):
+        page.meta["search"] = {"boost": 2}
+    if page.file.src_uri == "matrix.md":
+        page.meta["hide"] = ["toc"]  # its table needs the width
     if page.file.src_uri == "hooks.md":
         markdown = hook_reference.with_types(markdown, ROOT)
     if page.file.src_uri == "plugins.md":
