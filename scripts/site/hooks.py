@@ -5,6 +5,7 @@ The pages of the reference are written here from the code, at each build. Pages 
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,24 @@ from pages import (
     links,
     plugin_links,
     plugins,
+    sources,
     start,
 )
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
+#: Pages that a search for one of their plugins should find before pages that mention it.
+LISTS_OF_PLUGINS = ("reference/plugins/callbacks.md", "reference/plugins/comm-hooks.md")
 #: Pages with so many words that a search for any of them would find them first.
 LISTS = ("decisions/", "changelog.md", "matrix.md", "benchmarks.md", "reference/errors.md")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the decisions in the navigation, and name headings in links as GitHub does."""
+    """List decisions and strategies, link to the repository, and name headings in links as GitHub does."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
-    config.nav = decisions.with_pages(config.nav or [], ROOT)
+    config.nav = plugins.with_pages(decisions.with_pages(config.nav or [], ROOT), ROOT)
+    config.repo_url = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    config.repo_name, config.edit_uri = "Repository", "edit/main/docs/"
     return config
 
 
@@ -51,14 +57,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         **plugins.pages(ROOT),
     }
     for path, text in generated.items():
-        files.append(File.generated(config, path, content=text))
+        file = File.generated(config, path, content=text)
+        file.edit_uri = f"../{sources.of(path, ROOT)}"
+        files.append(file)
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Complete the page of hooks, show files outside of `docs/` by their paths, and rank lists last in the search."""
+    """Complete pages, show files outside of `docs/` by their paths, and rank pages in the search."""
     if page.file.src_uri.startswith(LISTS):
         page.meta["search"] = {"boost": 0.2}
+    if page.file.src_uri.startswith(LISTS_OF_PLUGINS):
+        page.meta["search"] = {"boost": 2}
+    if page.file.src_uri == "matrix.md":
+        page.meta["hide"] = ["toc"]  # its table needs the width
     if page.file.src_uri == "hooks.md":
         markdown = hook_reference.with_types(markdown, ROOT)
     if page.file.src_uri == "plugins.md":

@@ -17,6 +17,8 @@ import torch
 from programs import scripts
 from stratagem_demo import gpt
 
+ROOT = Path(__file__).parents[2]
+
 #: The program with a smaller model and shorter windows, so that its validation and its text take no seconds.
 SMALL = """
 import sys
@@ -54,6 +56,12 @@ def test_the_demo_runs_and_resumes(tmp_path):
     assert [line.split()[:2] for line in after] == [["stratagem", "demo"]] * 2 + [["stratagem", "plugins"]]
     assert (tmp_path / "demo_run/stratagem_logs/version_0/metrics.csv").read_text().count("\n") >= 5
     assert "twice" not in first.stderr
+    drawn = (ROOT / "docs" / "pictures" / "demo.svg").read_text()
+    shown = re.sub(r"\d+", "0", " ".join(re.findall(r"<text[^>]*>(.*)</text>", drawn)))
+    printed = [re.sub(r"\d+", "0", line)[:14] for line in first.stdout.partition("generated text")[0].splitlines()]
+    assert [line for line in printed if line not in shown] == [], (
+        "draw docs/pictures/demo.svg again: scripts/terminal.py"
+    )
 
     second = demo(tmp_path)
     assert second.returncode == 0, second.stderr

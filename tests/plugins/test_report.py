@@ -99,6 +99,17 @@ def test_one_page_that_needs_nothing_else(tmp_path):
     assert f"{float(trainer.callback_metrics['val_loss']):.4f}" in text
 
 
+def test_each_chart_names_both_axes(tmp_path):
+    sg.Trainer(max_epochs=2, callbacks=["report"], default_root_dir=tmp_path, **QUIET).fit(Described(), BATCHES)
+    page = (tmp_path / "report.html").read_text()
+    axes = [re.findall(r'<p class="axis[^"]*">(.*?)</p>', figure) for figure in page.split("<figure")[1:]]
+
+    assert axes == [
+        ["loss", "optimizer step"], ["Learning rate", "optimizer step"], ["steps/s", "optimizer step"],
+        ["MiB", "optimizer step"],
+    ]  # fmt: skip
+
+
 def test_values_come_with_their_origins_and_plugins_with_their_versions(tmp_path, monkeypatch):
     monkeypatch.setenv("STRATAGEM_TRAINER_GRADIENT_CLIP_VAL", "0.5")
     fit(tmp_path, accumulate_grad_batches=2)

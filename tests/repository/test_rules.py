@@ -72,6 +72,7 @@ def test_core_names_no_plugin_in_code():
         "cuda",
         "gpu",
         "mps",
+        "xpu",
         "full",
         "local",
         "progress",

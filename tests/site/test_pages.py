@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import html
 import inspect
 import re
 import shutil
@@ -19,6 +21,7 @@ from markdown_it import MarkdownIt
 import stratagem as sg
 from stratagem.api.options import options
 from stratagem.discovery import catalog, registry
+from stratagem.stack.construction import make
 from stratagem.stack.plugin_hooks import hook_specifications
 
 ROOT = Path(__file__).parents[2]
@@ -165,13 +168,74 @@ def test_the_reference_has_every_argument_method_hook_and_command(pages):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", registry.kinds())
 def test_the_reference_has_every_plugin_with_its_options(pages, kind):
-    page = pages[f"reference/plugins/{registry.kinds()[kind].module.replace('_', '-')}.html"]
+    folder = f"reference/plugins/{registry.kinds()[kind].module.replace('_', '-')}"
+    page = pages.get(f"{folder}.html") or pages[f"{folder}/index.html"]
 
     assert set(catalog.providers(kind)) - page.anchors == set()
     for entry in registry.entries(kind):
         target = entry.load()
         if isinstance(target, type) and entry.name in ("ddp", "fsdp", "deepspeed", "powersgd", "early_stopping", "csv"):
-            assert {f"{entry.name}-{name}" for name in options(target)} - page.anchors == set()
+            found = pages.get(f"{folder}/{entry.name}.html", page)
+            assert {f"{entry.name}-{name}" for name in options(target)} - found.anchors == set()
+
+
+#: Options of strategies without an example: their values are objects, files or need two others.
+WITHOUT_EXAMPLE = {
+    "ddp": {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"},
+    # The last two can be set to what they are alone.
+    "fsdp": {
+        "auto_wrap_policy",
+        "activation_checkpointing_policy",
+        "mixed_precision",
+        "limit_all_gathers",
+        "use_orig_params",
+    },
+    "parallel": {"plan", "auto_wrap_policy"},
+    "deepspeed": {"config", "allgather_partitions", "contiguous_memory_optimization", "number_checkpoints"},
+    "ddp2": {"process_group_backend"},
+}
+
+
+@pytest.mark.slow
+def test_examples_of_strategies_are_valid_and_set_what_they_are_for(built):
+    for entry in registry.entries("strategy"):
+        cls = entry.load()
+        if not isinstance(cls, type):
+            continue
+        _, *sections = (built / f"reference/plugins/strategies/{entry.name}.html").read_text().split('class="option"')
+        assert len(sections) == len(options(cls))
+        without = set()
+        for name, section in zip(options(cls), sections, strict=True):
+            text = html.unescape(re.sub("<[^>]+>", "", section))
+            if not (call := re.search(r"^Trainer\(strategy=(\{.*?\})\)$", text, re.MULTILINE | re.DOTALL)):
+                without.add(name)
+                continue
+            given = ast.literal_eval(call[1])
+            made = make(registry.find("strategy", given.pop("name")), given)
+            field = options(cls)[name]
+            assert isinstance(made, cls)
+            assert getattr(made, field.name) != field.default, f"{entry.name}.{name}"
+        assert without == WITHOUT_EXAMPLE.get(entry.name, set()), entry.name
+
+
+def test_strategies_are_listed_in_the_order_in_which_they_are_needed(built):
+    names = re.findall(r'href="(\w+)\.html"><code>', (built / "reference/plugins/strategies/index.html").read_text())
+
+    assert names[:4] == ["ddp", "fsdp", "parallel", "deepspeed"]
+
+
+@pytest.mark.slow
+def test_pages_link_to_the_repository_and_to_what_is_edited(pages):
+    (address,) = re.findall(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    edited = {
+        name: [link.partition("/edit/main/")[2] for link in page.links if link.startswith(f"{address}/edit/main/")]
+        for name, page in pages.items()
+        if name != "404.html"
+    }
+
+    assert all(address in page.links for page in pages.values())
+    assert [name for name, (path, *_) in edited.items() if not (ROOT / path).exists()] == []
+    assert edited["reference/plugins/strategies/ddp.html"] == ["plugins/ddp/stratagem_ddp/strategy.py"]
 
 
 @pytest.mark.slow
@@ -179,8 +243,9 @@ def test_the_list_of_plugins_links_to_the_reference(pages):
     links = {link for link in pages["plugins.html"].links if link.startswith("reference/plugins/")}
 
     for kind in registry.kinds():
-        page = f"reference/plugins/{registry.kinds()[kind].module.replace('_', '-')}.html"
-        assert {f"{page}#{entry.name}" for entry in registry.entries(kind)} - links == set()
+        folder = f"reference/plugins/{registry.kinds()[kind].module.replace('_', '-')}"
+        pages_of = {link.partition("#")[2]: link for link in links if link.startswith((f"{folder}.", f"{folder}/"))}
+        assert {entry.name for entry in registry.entries(kind)} - set(pages_of) == set()
 
 
 @pytest.mark.slow

@@ -132,11 +132,11 @@ class DeepSpeedOptions(ProcessGroupStrategy):
     #: uses the file that STRATAGEM_DEEPSPEED_CONFIG_PATH or PL_DEEPSPEED_CONFIG_PATH names, if one is set.
     config: dict[str, Any] | Path | str | None = None
     #: The level of DeepSpeed's logger, as in `logging`, or its name. INFO logs about a page per run.
-    logging_level: int | str = logging.WARNING
+    logging_level: int | str = field(default=logging.WARNING, metadata={"example": "INFO"})
     #: With fp16: the loss scale. 0 is a dynamic one: the largest that does not overflow.
-    loss_scale: float = field(default=0.0, validator=at_least(0))
+    loss_scale: float = field(default=0.0, validator=at_least(0), metadata={"example": 1024})
     #: With fp16: the dynamic loss scale starts at two to this power; a high one skips the first steps.
-    initial_scale_power: int = field(default=16, validator=at_least(0))
+    initial_scale_power: int = field(default=16, validator=at_least(0), metadata={"example": 12})
     #: With fp16: steps without overflow before the loss scale doubles.
     loss_scale_window: int = field(default=1000, validator=at_least(1))
     #: With fp16: overflows before the loss scale halves.

@@ -47,7 +47,7 @@ class FSDPOptions(ProcessGroupStrategy):
     )
     #: For HYBRID_SHARD: (replicas, processes that share one). By default a replica for each node, so that one node is
     #: as with FULL_SHARD.
-    device_mesh: tuple[int, int] | None = None
+    device_mesh: tuple[int, int] | None = field(default=None, metadata={"example": (2, 4)})
     #: Keep shards, gradients and optimizer on the CPU, and step there: very little device memory, very slow.
     cpu_offload: bool = field(default=False, converter=_offloads)
     #: "sharded" saves with the checkpoint format of that name, each rank its part; "full" makes one file. By default

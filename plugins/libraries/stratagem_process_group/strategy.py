@@ -54,12 +54,16 @@ class ProcessGroupStrategy(Strategy):
     #: least 5 minutes.
     start_timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
-    process_group_backend: str | None = field(default=None, validator=not_empty)
+    process_group_backend: str | None = field(default=None, validator=not_empty, metadata={"example": "gloo"})
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
     #: slows down another; by default NCCL chooses them.
-    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
+    nccl: dict[str, Any] | None = field(
+        default=None, validator=nccl_options, metadata={"example": {"socket_ifname": "eth0"}}
+    )
     #: gloo's variables, given in the same way. Beside NCCL, gloo sends objects and decisions.
-    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
+    gloo: dict[str, Any] | None = field(
+        default=None, validator=gloo_options, metadata={"example": {"socket_ifname": "eth0"}}
+    )
 
     def __attrs_post_init__(self) -> None:
         for name in ("timeout", "start_timeout"):

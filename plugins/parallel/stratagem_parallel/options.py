@@ -103,10 +103,12 @@ class ParallelOptions(ProcessGroupStrategy):
     context_dim: int = field(default=1, validator=at_least(0))
     #: Names (keys or numbers, joined by dots) of the batch's tensors that `context` cuts; by default all that have the
     #: dimension.
-    context_tensors: tuple[str, ...] | None = field(default=None, converter=_as_names)
+    context_tensors: tuple[str, ...] | None = field(
+        default=None, converter=_as_names, metadata={"example": ["input_ids"]}
+    )
     #: How attention over the parts is computed: each rank with some of the heads ("ulysses"), or with all keys and
     #: values ("all_gather"); "auto" is "ulysses" where the heads divide.
-    context_method: str = field(default="auto", validator=_is_method)
+    context_method: str = field(default="auto", validator=_is_method, metadata={"example": "ulysses"})
     #: Whether the first step of each stage is checked for operations that need whole sequences.
     context_checks: bool = True
     #: With `shard`, what becomes a unit that is gathered as one: as `auto_wrap_policy` of `fsdp`.
@@ -121,12 +123,18 @@ class ParallelOptions(ProcessGroupStrategy):
     microbatches: int | None = field(default=None, validator=_is_count)
     #: How many layers of the pipelined nn.Sequential each stage has: a list, "balance_by_size", or "balance_by_time",
     #: which measures them with the module's `example_input_array`.
-    balance: Any = field(default="balance_by_size", validator=lambda _, __, value: check_balance(value))
+    balance: Any = field(
+        default="balance_by_size", validator=lambda _, __, value: check_balance(value), metadata={"example": [4, 4]}
+    )
     #: For a pipelined model that is not an nn.Sequential: names of the modules that begin a new stage.
-    split_points: list[str] | None = field(default=None, validator=lambda _, __, value: check_split_points(value))
+    split_points: list[str] | None = field(
+        default=None, validator=lambda _, __, value: check_split_points(value), metadata={"example": ["layers.4"]}
+    )
     #: In which order stages compute micro-batches: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
     #: zero_bubble_v or dualpipe_v. The last five have several stages on each process: less waiting, more messages.
-    schedule: str = field(default="1f1b", validator=lambda _, __, value: schedule_named(value) and None)
+    schedule: str = field(
+        default="1f1b", validator=lambda _, __, value: schedule_named(value) and None, metadata={"example": "gpipe"}
+    )
     #: Which micro-batches keep no activations and compute them again in backward: "always", "except_last" or "never".
     checkpoint: Literal["always", "except_last", "never"] = field(default="never", validator=_is_mode)
 

@@ -6,7 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
-from pages.plugins import all_plugins, by_class, path_of
+from pages.plugins import addresses, all_plugins, by_class
 from pages.text import MissingTextError, anchor
 from stratagem.discovery import registry
 from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
@@ -49,10 +49,10 @@ def _signature(name: str) -> str:
 def _implementations(root: Path) -> dict[str, list[str]]:
     """Return links to the plugins that implement each hook, one for each class."""
     found: dict[str, list[str]] = {}
-    plugins = all_plugins(root)
+    plugins, pages = all_plugins(root), addresses(root)
     for kind in registry.kinds():
         for cls, listed in by_class([each for each in plugins if each.entry.kind == kind]).items():
             name = listed[0].entry.name
             for hook in hook_implementations(cls, of_class=True):
-                found.setdefault(hook, []).append(f"[`{name}`]({path_of(kind)}#{anchor(name)})")
+                found.setdefault(hook, []).append(f"[`{name}`]({pages[kind, name]})")
     return found

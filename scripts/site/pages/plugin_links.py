@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pages.plugins import TITLES, all_plugins, path_of
-from pages.text import anchor
+from pages.plugins import TITLES, addresses
 
 _NAME = re.compile(r"`([\w-]+)`")
 #: Headings under which the tables have no column for the kind.
@@ -15,7 +14,7 @@ _KINDS = {title: kind for kind, title in TITLES.items()}
 
 def with_links(markdown: str, root: Path) -> str:
     """Return the page with the names of plugins in its tables as links."""
-    known = {(each.entry.kind, each.entry.name) for each in all_plugins(root)}
+    known = addresses(root)
     kind, lines = "", []
     for line in markdown.splitlines():
         if line.startswith("## "):
@@ -24,7 +23,7 @@ def with_links(markdown: str, root: Path) -> str:
     return "\n".join(lines)
 
 
-def _linked(row: str, kind: str, known: set[tuple[str, str]]) -> str:
+def _linked(row: str, kind: str, known: dict[tuple[str, str], str]) -> str:
     """Return a row with links in the cell of the names: the first one, or the one after the kind."""
     cells = row.split(" | ")
     number = 0 if kind else 1
@@ -35,7 +34,7 @@ def _linked(row: str, kind: str, known: set[tuple[str, str]]) -> str:
     def link(match: re.Match[str]) -> str:
         if (kind, match[1]) not in known:
             return match[0]
-        return f"[{match[0]}]({path_of(kind)}#{anchor(match[1])})"
+        return f"[{match[0]}]({known[kind, match[1]]})"
 
     cells[number] = _NAME.sub(link, cells[number])
     return " | ".join(cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,27 @@ from pages.text import required
 
 #: The heading of the README before which the start page ends.
 END = "## Demo and tests"
+#: The section of the README whose parts are tabs on the start page.
+_TABS = re.compile(r"(?<=^## Install\n)(.*?)(?=^## )", re.DOTALL | re.MULTILINE)
 
 
 def page(root: Path, nav: list[Any]) -> str:
     """Return the page."""
     text, end, _ = (root / "README.md").read_text().partition(END)
     assert end, f"README.md has no heading {END!r}"
-    parts = [text.replace("](docs/", "]("), "## Where to read on\n"]
+    parts = [_TABS.sub(_as_tabs, text.replace("](docs/", "](")), "## Where to read on\n"]
     for item in nav:
         for part, pages in item.items():
             entries = [_line(root, title, path) for title, path in _pages(pages) if not _is_of_a_list(path)]
             parts += [f"### {part}\n", *entries, ""]
     return "\n".join(parts)
+
+
+def _as_tabs(section: re.Match[str]) -> str:
+    """Return a section with each part below a heading as a tab."""
+    before, *parts = section[1].split("\n### ")
+    tabs = [part.partition("\n") for part in parts]
+    return before + "".join(f'\n=== "{title}"\n{textwrap.indent(text, "    ")}' for title, _, text in tabs) + "\n"
 
 
 def _is_of_a_list(path: str) -> bool:

@@ -38,12 +38,12 @@ def code_span(text: str) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def option(name: str, kind: str, default: str, text: str, owner: str) -> str:
+def option(name: str, kind: str, default: str, text: str, owner: str, level: int = 3) -> str:
     """Return the section of an option or an argument: a heading, its type (Markdown) and default, its text."""
     shown = "required" if default == "(required)" else f"default {code_span(default)}"
     sentence = prose(required(text, f"option {owner}.{name}"))
     return (
-        f"### `{name}` {{ #{anchor(owner, name)} .option }}\n\n"
+        f"{'#' * level} `{name}` {{ #{anchor(owner, name)} .option }}\n\n"
         f'<p class="option-type" markdown="1">{kind}, {shown}</p>\n\n{sentence}\n'
     )
 
