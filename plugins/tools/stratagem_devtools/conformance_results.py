@@ -72,4 +72,7 @@ def results(text: str) -> dict[tuple[str, str, str], str]:
 
 @functools.cache
 def _metadata(distribution: str) -> str:
-    return importlib.metadata.distribution(distribution).read_text("METADATA") or ""
+    try:
+        return importlib.metadata.distribution(distribution).read_text("METADATA") or ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # read from its sources, not installed
