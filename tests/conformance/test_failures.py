@@ -71,6 +71,30 @@ def test_the_check_command_ends_with_a_line_for_each_failure(install, capfd):
     assert "stratagem_testing/" not in printed.partition("short test summary")[0]
 
 
+HANGS = """
+import time
+
+import stratagem as sg
+
+
+class Hangs(sg.Callback):
+    @sg.hookimpl
+    def on_train_batch_end(self, run):
+        time.sleep(1000 * run.rank)
+"""
+
+
+@pytest.mark.slow
+def test_a_plugin_that_hangs_is_checked_twice_and_not_forty_times(install, capfd):
+    install("hangs", {"stratagem.callback": {"hangs": "Hangs"}}, HANGS)
+    rows = command.check(registry.find("callback", "hangs"), world_sizes=(2,), limit_s=2)
+
+    assert [row["outcome"] for row in rows].count("failed") == 2
+    printed = capfd.readouterr().out
+    assert "two checks did not end within `limit_s`" in printed
+    assert "were still running at the time limit" in printed
+
+
 @pytest.mark.slow
 def test_the_full_trace_shows_all_frames(install, capfd):
     install("wrong", {"stratagem.callback": {"wrong": "Wrong"}}, WRONG)

@@ -102,7 +102,7 @@ class _Rows:
 
     def __init__(self, files: str) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._files = files
+        self._files, self._hung = files, 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -110,6 +110,9 @@ class _Rows:
             return
         error, frames = call.excinfo.value, call.excinfo.traceback
         said = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        self._hung += "`limit_s`" in said.partition("\n")[0]
+        if self._hung == 2:
+            item.session.shouldstop = "two checks did not end within `limit_s`: the others would need as long"
         item.user_properties.append(("sentence", said.partition("\n")[0]))
         own = frames.filter(lambda frame: str(frame.path).startswith(self._files))
         if own or isinstance(error, AssertionError):  # the frames of a check say nothing
