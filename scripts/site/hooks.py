@@ -71,6 +71,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         page.meta["search"] = {"boost": 2}
     if page.file.src_uri == "matrix.md":
         page.meta["hide"] = ["toc"]  # its table needs the width
+        markdown = markdown.replace(" no (", " no&nbsp;(")
     if page.file.src_uri == "hooks.md":
         markdown = hook_reference.with_types(markdown, ROOT)
     if page.file.src_uri == "plugins.md":

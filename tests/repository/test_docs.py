@@ -378,16 +378,6 @@ def _communication_snippets(rank, world_size):
 
 
 @pytest.mark.slow
-def test_the_snippets_about_gpus_run(capsys):
-    names = {"sg": sg, "model": Net(), "batches": joined_batches(2, 8)}
-    (training,) = snippets("docs/gpu.md")
-    exec(training.replace('"auto"', '"cpu"'), names)
-
-    assert names["trainer"].global_step == 2
-    assert capsys.readouterr().out.splitlines()[-1] == "cpu"
-
-
-@pytest.mark.slow
 def test_the_variables_for_other_engines_make_a_run(tmp_path):
     names = {}
     exec(snippets("docs/ray.md")[2], names)

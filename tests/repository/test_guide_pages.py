@@ -76,15 +76,15 @@ def names(tmp_path) -> dict:
     }  # fmt: skip
 
 
-# --- A loop of your own ------------------------------------------------------------------------------------------
+# --- A custom training loop ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_loop_of_your_own_trains_in_two_processes_and_is_resumed_in_one(tmp_path):
-    output = run_script(tmp_path, snippets("own-loop.md")[0])
+    output = run_script(tmp_path, snippets("custom-training-loop.md")[0])
     errors = [float(error) for error in re.findall(r"epoch \d: validation error (\S+)", output)]
     names = {"__name__": "own_loop"}
-    exec(snippets("own-loop.md")[0], names)
+    exec(snippets("custom-training-loop.md")[0], names)
     path = tmp_path / "own" / "last.ckpt"
     resumed = sg.Run(accelerator="cpu", devices=1, default_root_dir=tmp_path).launch(
         lambda run: names["train"](run, epochs=3, resume_from=path)
@@ -96,7 +96,7 @@ def test_the_loop_of_your_own_trains_in_two_processes_and_is_resumed_in_one(tmp_
 
 def test_the_step_of_the_loop_of_your_own_skips_the_scheduler_where_fp16_overflows():
     names = {}
-    exec(snippets("own-loop.md")[1], names)
+    exec(snippets("custom-training-loop.md")[1], names)
     with sg.Run(precision={"name": "16-mixed", "init_scale": 64.0}, accelerator="cpu", devices=1) as run:
         model = nn.Linear(2, 1)
         model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -254,7 +254,7 @@ def test_a_loader_that_fit_got_is_not_made_again(names, tmp_path):
         trainer.fit(Parts(), names["batches"])
 
 
-# --- The files of a run ------------------------------------------------------------------------------------------
+# --- The run folder ------------------------------------------------------------------------------------------
 
 
 def files_in(folder: Path) -> set[str]:
@@ -262,8 +262,8 @@ def files_in(folder: Path) -> set[str]:
 
 
 def test_a_run_writes_the_files_of_the_guide_and_leaves_those_of_another_run(names, tmp_path):
-    first, second = snippets("what-lies-where.md")
-    tree = re.search(r"^writes\n\n```\n(.*?)^```", (DOCS / "what-lies-where.md").read_text(), re.M | re.S)[1]
+    first, second = snippets("run-folder.md")
+    tree = re.search(r"^writes\n\n```\n(.*?)^```", (DOCS / "run-folder.md").read_text(), re.M | re.S)[1]
     exec(first, names)
     names["trainer"].close()
     written = files_in(tmp_path / "run")
@@ -408,25 +408,25 @@ def test_a_search_without_a_library_finds_the_best_of_three(names):
     assert len(set(errors.values())) == 3
 
 
-# --- First steps on GPUs -----------------------------------------------------------------------------------------
+# --- GPUs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_first_steps_on_gpus_train_on_the_cpu_where_there_is_none(names, tmp_path):
-    for number, source in enumerate(snippets("first-gpu.md")):
+    for number, source in enumerate(snippets("gpu.md")):
         alone = source.replace('strategy="ddp", ', 'strategy="ddp", devices=1, accelerator="auto", ')
         exec(alone.replace("max_epochs=1", f"max_epochs=1, default_root_dir=folder / '{number}'"), names)
         assert names["trainer"].global_step == 8
 
 
-# --- What costs what -----------------------------------------------------------------------------------------------
+# --- Performance -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_script_that_finds_out_what_costs_what_prints_the_table_of_the_page(tmp_path):
-    printed = run_script(tmp_path, snippets("what-costs-what.md")[0])
+    printed = run_script(tmp_path, snippets("performance.md")[0])
 
-    head, *rows = snippets("what-costs-what.md", "text")[0].splitlines()
+    head, *rows = snippets("performance.md", "text")[0].splitlines()
     assert head in printed
     assert all(re.search(rf"^{re.escape(row.split('  ')[0])} +[0-9.]+ ", printed, re.MULTILINE) for row in rows)
     columns = (tmp_path / "stratagem_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
@@ -435,5 +435,5 @@ def test_the_script_that_finds_out_what_costs_what_prints_the_table_of_the_page(
 
 def test_the_optimizer_of_the_page_is_fused():
     names = {"torch": torch}
-    exec(snippets("what-costs-what.md")[1], names)
+    exec(snippets("performance.md")[1], names)
     assert names["optimizer"].defaults["fused"]

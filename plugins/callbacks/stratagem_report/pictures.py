@@ -1,4 +1,4 @@
-"""Pictures of a mesh as inline SVG: a box for each rank, and the timeline of a schedule; see templates/mesh.html."""
+"""Pictures of a mesh: a card for each rank, and the timeline of a schedule as inline SVG; see templates/mesh.html."""
 
 from __future__ import annotations
 
@@ -13,24 +13,10 @@ from stratagem_report.charts import COLOURS
 if TYPE_CHECKING:
     from stratagem.api.layout import Layout, RankLayout, Slot, Timeline
 
-_BOX_WIDTH, _BOX_HEIGHT, _GAP = 190, 66, 8
 _MOST_COLUMNS = 8
 _SLOT, _ROW, _LABEL = 24, 26, 56
-#: Characters that fit into a box.
-_FITS = 29
 #: The colour of each kind of computation.
 _KINDS = {"forward": 1, "backward": 2, "inputs": 2, "weights": 3}
-
-
-@frozen
-class Box:
-    """A rank: where its box is, and what is written in it."""
-
-    x: int
-    y: int
-    colour: int
-    lines: list[tuple[int, str]]
-    title: str
 
 
 @frozen
@@ -40,35 +26,21 @@ class MeshPicture:
     layout: Layout
 
     @property
-    def _columns(self) -> int:
+    def columns(self) -> int:
         outermost = next(iter(self.layout.axes.values()), 1)
         return min(len(self.layout.ranks) // outermost or 1, _MOST_COLUMNS)
-
-    @property
-    def width(self) -> int:
-        return self._columns * (_BOX_WIDTH + _GAP)
-
-    @property
-    def height(self) -> int:
-        return -(-len(self.layout.ranks) // self._columns) * (_BOX_HEIGHT + _GAP)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height of a box."""
-        return _BOX_WIDTH, _BOX_HEIGHT
 
     @property
     def shape(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.layout.axes.items())
 
-    def boxes(self) -> Iterator[Box]:
+    def cards(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield colour and lines of each rank."""
         outermost = next(iter(self.layout.axes), "")
-        for number, each in enumerate(self.layout.ranks):
-            row, column = divmod(number, self._columns)
-            colour = each.position.get(outermost, 0) % COLOURS + 1
-            lines = [(18 + 16 * line, text) for line, text in enumerate(_box_text(each))]
-            title = "\n".join([*_box_text(each, whole=True), *each.slices])
-            yield Box(column * (_BOX_WIDTH + _GAP), row * (_BOX_HEIGHT + _GAP), colour, lines, title)
+        for each in self.layout.ranks:
+            size = "" if each.num_bytes is None else f" · {byte_text(each.num_bytes)}"
+            lines = [f"rank {each.rank}{size}", _position(each), ", ".join(each.layers)]
+            yield each.position.get(outermost, 0) % COLOURS + 1, lines
 
     @property
     def rows(self) -> list[tuple[str, str, str, str, str]]:
@@ -142,9 +114,3 @@ def _slot_title(slot: Slot) -> str:
 
 def _position(each: RankLayout) -> str:
     return ", ".join(f"{axis} {index}" for axis, index in each.position.items())
-
-
-def _box_text(each: RankLayout, whole: bool = False) -> list[str]:
-    size = "" if each.num_bytes is None else f" · {byte_text(each.num_bytes)}"
-    lines = [f"rank {each.rank}{size}", _position(each), ", ".join(each.layers)]
-    return lines if whole else [line if len(line) <= _FITS else line[: _FITS - 1] + "…" for line in lines]
