@@ -91,6 +91,15 @@ def test_every_page_tells_first_what_it_is_for():
         assert rest[0].isalpha(), f"{path.name} begins with {rest[:40]!r}; the start page shows its first sentence"
 
 
+def test_code_of_the_start_page_fits_on_a_phone():
+    start, end, _ = (ROOT / "README.md").read_text().partition("## Demo and tests")
+    fenced = "".join(re.findall(r"^```python\n(.*?)^```", start, re.MULTILINE | re.DOTALL)).splitlines()
+    indented = re.findall(r"^    .+", start, re.MULTILINE)  # 4 of its columns are not code; a tab is as much narrower
+
+    assert end
+    assert [line for line in fenced + indented if len(line) > 56] == []
+
+
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: path.relative_to(DOCS).as_posix())
 def test_a_page_reads_the_same_on_github(path):
     """Lists, tables and code: GitHub's dialect begins a list without an empty line, and nests it by two spaces."""

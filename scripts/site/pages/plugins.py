@@ -33,7 +33,7 @@ EXAMPLES = {
     "accelerator": "cuda", "checkpoint": "sharded", "callback": "learning_rate_monitor", "logger": "tensorboard",
 }  # fmt: skip
 
-#: The kind whose plugins have a page each, and those of them that are listed first.
+#: The kind whose plugins have a page each, with an example of each option, and those of them that are listed first.
 SPLIT, FIRST = "strategy", ("ddp", "fsdp", "parallel", "deepspeed")
 #: Headings of the list of these pages, by the folder of the package.
 GROUPS = {"": "For most runs", "plugins": "Others", "contrib": "Engines outside torch, each a package of its own"}
@@ -201,7 +201,7 @@ def _section(kind: str, cls: type, plugins: list[Listed], level: int) -> list[st
         parts += ["Names with options that are set:\n", *(_preset(each, cls) for each in presets or plugins), ""]
     for each in describe(first.entry)["options"]:
         parts.append(option(each["name"], prose(each["type"]), each["default"], each["doc"], owner, level + 1))
-        shown_call = example([plugin.entry for plugin in plugins], cls, each["name"])
+        shown_call = example([plugin.entry for plugin in plugins], cls, each["name"]) if kind == SPLIT else ""
         parts.append(f"```python\n{shown_call}\n```\n" if shown_call else "")
     return [*parts, "" if options(cls) else "It has no options.\n"]
 
