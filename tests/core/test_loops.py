@@ -508,12 +508,11 @@ def test_a_skipped_step_counts_and_leaves_the_schedulers(loop):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ({"optimizers": 2}, "returned 2 optimizers under automatic optimization; expected one"),
         ({"module": Lbfgs(), "accumulate_grad_batches": 2}, "accumulate_grad_batches is 2 with LBFGS"),
         ({"manual": True, "accumulate_grad_batches": 2}, "accumulate_grad_batches is 2 with Net.automatic_optim"),
         ({"manual": True, "gradient_clip_val": 0.5}, "gradient_clip_val is 0.5 with Net.automatic_optimization"),
     ],
-    ids=["two", "closure", "accumulation", "clipping"],
+    ids=["closure", "accumulation", "clipping"],
 )
 def test_optimizers_that_the_loop_cannot_step_are_refused(loop, made, message):
     with pytest.raises(ConfigError) as refused:

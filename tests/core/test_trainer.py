@@ -420,11 +420,6 @@ class NoSteps(sg.Module):
     pass
 
 
-class TwoOptimizers(Net):
-    def configure_optimizers(self):
-        return [super().configure_optimizers(), super().configure_optimizers()]
-
-
 class Nothing(Net):
     def training_step(self, batch, batch_idx):
         self.log("x", "text")
@@ -481,7 +476,6 @@ def test_bad_arguments_are_refused_with_one_sentence(arguments, message):
         (Net, [], "the training loader has no batches"),
         (Net, None, "fit got no loader; expected a DataLoader, a datamodule, or a module with train_dataloader"),
         (Net, 3, "the train loader is a int; expected an iterable of batches"),
-        (TwoOptimizers, joined_batches(1, 8), "2 optimizers under automatic optimization"),
         (Nothing, joined_batches(1, 8), r"log\('x'\) got 'text'; expected a number"),
         (WrongOption, joined_batches(1, 8), "on_stepp.*did you mean 'on_step'"),
     ],

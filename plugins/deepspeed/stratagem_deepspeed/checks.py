@@ -125,12 +125,22 @@ def check_elementwise(optimizer: Any) -> None:
         ConfigError: it is known to do so.
     """
     if type(optimizer).__name__.lower() in _WHOLE_LAYERS and not type(optimizer).__module__.startswith("deepspeed."):
-        raise ConfigError(
-            f"configure_optimizers returned {type(optimizer).__name__}, which computes with whole layers, and ZeRO "
-            "gives it flat partitions of them",
-            expected="an elementwise optimizer, such as AdamW",
-            do='use such an optimizer, or a strategy that steps whole parameters, such as "ddp"',
-        )
+        raise _whole_layers(type(optimizer).__name__)
+
+
+def of_whole_layers(error: BaseException) -> BaseException:
+    """Return the error of `check_elementwise` for that of torch's Muon, which looks at partitions under stage 3."""
+    is_muons = isinstance(error, ValueError) and str(error).startswith("Muon only supports 2D")
+    return _whole_layers("Muon") if is_muons else error
+
+
+def _whole_layers(name: str) -> ConfigError:
+    return ConfigError(
+        f"configure_optimizers returned {name}, which computes with whole layers, and ZeRO gives it flat partitions of "
+        "them",
+        expected="an elementwise optimizer, such as AdamW",
+        do='use such an optimizer, or a strategy that steps whole parameters, such as "ddp" or "fsdp"',
+    )
 
 
 def check_groups(optimizer: Any) -> None:

@@ -37,6 +37,7 @@ from stratagem_deepspeed.checks import (
     check_same_optimizers,
     check_sizes,
     check_tested,
+    of_whole_layers,
     the_only,
 )
 from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, patch_swapper, release
@@ -290,6 +291,10 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 f"{self.configured_scheduler} of {self.origin}",
                 expected="one of the two",
             )
+
+    @hookimpl(wrapper=True)
+    def explain_error(self) -> Generator[None, BaseException, BaseException]:
+        return of_whole_layers((yield))
 
     @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:

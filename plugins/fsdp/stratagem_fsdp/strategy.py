@@ -27,6 +27,7 @@ from stratagem_sharding.part_writes import PartWrites
 from stratagem_sharding.shards import gathered, local
 from stratagem_sharding.steps import ShardedSteps
 from stratagem_sharding.units import mark_unit, shard_units, units_of
+from stratagem_sharding.whole_matrices import whole_matrices
 from stratagem_transforms.activation_checkpointing import recompute
 from stratagem_transforms.normalization import match_inputs
 
@@ -189,8 +190,8 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         return True
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
-        with self._steps.optimizer_step(run.model, run):
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Generator[None, bool, bool]:
+        with self._steps.optimizer_step(run.model, run), whole_matrices(optimizer):
             return (yield)
 
     def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -13,7 +13,6 @@ from stratagem.api import (
     CUSTOM_STEP,
     GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
-    MULTIPLE_OPTIMIZERS,
     SHARDED_PARAMETERS,
     Capabilities,
 )
@@ -184,7 +183,7 @@ class ParallelOptions(ProcessGroupStrategy):
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # options decide
         provides = set(USUAL)
         if self.pipeline != 1:
-            provides -= {CUSTOM_STEP, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS}
+            provides -= {CUSTOM_STEP, MANUAL_OPTIMIZATION}
         else:
             if self.tensor == self.expert == 1:  # else some gradients are DTensors, and others are not
                 provides.add(CUSTOM_CLIPPING)

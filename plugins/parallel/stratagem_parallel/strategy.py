@@ -36,6 +36,7 @@ from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.part_writes import PartWrites
 from stratagem_sharding.shards import local
 from stratagem_sharding.units import units_of
+from stratagem_sharding.whole_matrices import whole_matrices
 from stratagem_transforms.wrap_policy import repeated
 
 if TYPE_CHECKING:
@@ -324,6 +325,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
                 stack.enter_context(stepped_by_kind(optimizer))
             if self._sharding is not None:
                 stack.enter_context(self._sharding.optimizer_step(run.model, run))
+            stack.enter_context(whole_matrices(optimizer))
             return (yield)
 
     @hookimpl(optionalhook=True)

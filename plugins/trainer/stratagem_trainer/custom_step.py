@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -174,6 +175,22 @@ def clipping(state: FitState) -> Callable[[Optimizer], Any] | None:
     return functools.partial(
         run.clip_gradients, max_norm=value if by_norm else None, max_value=None if by_norm else value
     )
+
+
+def clip_together(state: FitState, clip: Callable[[Optimizer], Any]) -> None:
+    """Clip the gradients of all optimizers: by their common norm, or else each by `clip`."""
+    run, limit = state.run, state.settings.gradient_clip_val
+    own = overrides(state.module, "configure_gradient_clipping")
+    if own or limit is None or state.settings.gradient_clip_algorithm != "norm":
+        for optimizer in run.optimizers:
+            clip(optimizer)
+        return
+    norms = [float(run.clip_gradients(optimizer, max_norm=math.inf)) for optimizer in run.optimizers]
+    total = math.hypot(*norms)
+    if limit < total < math.inf:  # inf: the precision skips the step, or `finite` ends the run
+        for optimizer, norm in zip(run.optimizers, norms, strict=True):
+            # torch divides the limit by the norm and 1e-6; all optimizers get the same factor.
+            run.clip_gradients(optimizer, max_norm=(norm + 1e-6) * limit / (total + 1e-6))
 
 
 # --- Batches -----------------------------------------------------------------------------------------------------

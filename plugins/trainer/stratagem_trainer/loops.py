@@ -17,7 +17,7 @@ from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError, shown
 from stratagem_trainer import fit_state
 from stratagem_trainer.batches import ResumableBatches
-from stratagem_trainer.custom_step import STEP_METHODS, ClosureStep, clipping
+from stratagem_trainer.custom_step import STEP_METHODS, ClosureStep, clip_together, clipping
 from stratagem_trainer.metric_log import end_epoch, log_last_step, log_step
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.module import overrides
@@ -75,6 +75,8 @@ class TrainLoop:
         if self.run.manual:
             return self._train_by_hand
         wanted = self.closes_over or any(overrides(self.state.module, method) for method in STEP_METHODS)
+        if self.optimizer is None and self.run.optimizers:
+            return self._train_several
         return ClosureStep(self, self.optimizer) if wanted and self.optimizer is not None else self._train
 
     def _listen_to_backward(self) -> None:
@@ -94,10 +96,12 @@ class TrainLoop:
     def _check_optimizers(self) -> None:
         manual, count = self.run.manual, len(self.run.optimizers)
         name = type(self.state.module).__name__
-        if not manual and count > 1:
+        evaluates = [type(each).__name__ for each in self.run.optimizers if needs_closure(each)]
+        own = [f"{name}.{method}" for method in STEP_METHODS if overrides(self.state.module, method)]
+        if not manual and count > 1 and (evaluates or own):
             raise ConfigError(
-                f"{name}.configure_optimizers returned {count} optimizers under automatic optimization",
-                expected="one",
+                f"{name}.configure_optimizers returned {count} optimizers with {(evaluates or own)[0]}",
+                expected="one optimizer, or several that the trainer steps after each backward",
                 do="set automatic_optimization = False and step them in training_step",
             )
         accumulates = self.settings.accumulate_grad_batches != 1
@@ -130,7 +134,7 @@ class TrainLoop:
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # gradients that an earlier fit left in an open window are computed again
         self.train_batches.start(position)
-        watches = self.train != self._train  # the module steps, or may
+        watches = self.train not in (self._train, self._train_several)  # the module steps, or may
         with watched_steps(state, counts=self.run.manual) if watches else contextlib.nullcontext():
             while not self._finished():
                 self._epoch()
@@ -310,6 +314,26 @@ class TrainLoop:
         optimizer.zero_grad()
         self.train_batches.close_window()
         self.count_step(stepped)
+        return outputs
+
+    def _train_several(self, batch: Any, batch_idx: int, sync: bool) -> Any:
+        """As `_train`: all optimizers step after the backward that ends a window, which counts as one step."""
+        run, optimizers = self.run, self.run.optimizers
+        outputs = run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
+        if not sync:
+            return outputs
+        if self.before_step is not None:
+            for optimizer in optimizers:
+                self.before_step(optimizer=optimizer)
+        if self.clip is not None:
+            clip_together(self.state, self.clip)
+        stepped = [run.step.optimizer_step(optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:
+            if self.before_zero_grad is not None:
+                self.before_zero_grad(optimizer=optimizer)
+            optimizer.zero_grad()
+        self.train_batches.close_window()
+        self.count_step(all(stepped))
         return outputs
 
     def _train_by_hand(self, batch: Any, batch_idx: int, sync: bool) -> Any:
