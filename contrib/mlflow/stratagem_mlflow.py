@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import attrs
@@ -18,6 +19,7 @@ from attrs import define, field
 
 from stratagem.api import hookimpl
 from stratagem.api.options import redact
+from stratagem.api.paths import as_path, is_remote
 from stratagem.errors import ConfigError, PluginError
 from stratagem_trainer.api import Logger
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
     from stratagem.api import RunContext
+    from stratagem_trainer.api import TrainerView
 
 #: Limits of MLflow: characters of a name and of a parameter value, entries of one request.
 MAX_NAME, MAX_PARAM, MAX_PARAMS, MAX_METRICS = 250, 6000, 100, 1000
@@ -59,6 +62,9 @@ class MLflowLogger(Logger):
     tracking_uri: str | None = None
     #: Tags of the run.
     tags: dict[str, str] | None = None
+    #: True uploads the best checkpoint (the newest, without a monitor) as an artifact when training ends; "all" each
+    #: one that the callback keeps, once it is written, for which training waits. Sends whole files.
+    log_model: bool | Literal["all"] = False
 
     _root: Path | None = field(init=False, default=None)
     _rank: int = field(init=False, default=0)
@@ -72,6 +78,8 @@ class MLflowLogger(Logger):
     _hparams: dict[str, Any] = field(init=False, factory=dict)
     #: Name in MLflow of each metric.
     _names: dict[str, str] = field(init=False, factory=dict)
+    #: The callback whose checkpoints are uploaded, while a fit runs.
+    _checkpoints: Any = field(init=False, default=None)
 
     @property
     def experiment(self) -> MlflowClient | NoOpClient:
@@ -102,8 +110,9 @@ class MLflowLogger(Logger):
             self._open()
 
     @hookimpl
-    def on_fit_start(self, run: RunContext) -> None:
+    def on_fit_start(self, trainer: TrainerView, run: RunContext) -> None:
         self._attach(run)
+        self._checkpoints = trainer.checkpoint_callback
         error = None
         if self._rank == 0:
             try:
@@ -125,12 +134,25 @@ class MLflowLogger(Logger):
         for batch in _batches(values, MAX_METRICS):
             client.log_batch(self._id, metrics=batch)
 
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self, path: Path, run: RunContext) -> Generator[None, Any, Any]:
+        answer = yield
+        if self._checkpoints is not None and self.log_model == "all" and self._rank == 0:
+            kept = {*self._checkpoints.best_k_models, self._checkpoints.last_model_path}
+            if str(path) in kept:  # not those of a search for a learning rate
+                run.after_save(functools.partial(self._log_checkpoint, str(path)))
+        return answer
+
     @hookimpl
-    def on_fit_end(self) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
+        saved, self._checkpoints = trainer.checkpoint_callback, None
+        if self.log_model is True and self._rank == 0:
+            self._log_checkpoint(saved.best_model_path or saved.last_model_path)
         self._end("FINISHED")
 
     @hookimpl
     def on_exception(self, exception: BaseException) -> None:
+        self._checkpoints = None
         try:
             self._end("KILLED" if isinstance(exception, KeyboardInterrupt) else "FAILED", even_if_ended=True)
             self.close()
@@ -163,6 +185,11 @@ class MLflowLogger(Logger):
     def _begin(self) -> None:
         """Check on rank 0, before training, that everything can be logged."""
         _mlflow()
+        if self.log_model and self._checkpoints is None:
+            raise ConfigError(
+                f"mlflow.log_model is {self.log_model!r} and no callback saves checkpoints",
+                expected="a callback that does", do="add the callback model_checkpoint, or set log_model to False",
+            )  # fmt: skip
         uri = self._uri()
         if uri is None:
             self._check_writable()
@@ -172,6 +199,18 @@ class MLflowLogger(Logger):
         if self._hparams or self._status is not None:
             self._open()
             self._set_status("RUNNING")
+
+    def _log_checkpoint(self, path: str) -> None:
+        """Upload to ``checkpoints/`` of the run; a file of the same name is replaced."""
+        if not path or is_remote(as_path(path)):
+            warnings.warn(f"mlflow.log_model: no local checkpoint was kept ({path!r}): none is uploaded", stacklevel=2)
+            return
+        client = self._open()
+        assert self._id is not None, "set by _open"
+        if as_path(path).is_dir():
+            client.log_artifacts(self._id, path, f"checkpoints/{as_path(path).name}")
+        else:
+            client.log_artifact(self._id, path, "checkpoints")
 
     def _end(self, status: str, even_if_ended: bool = False) -> None:
         if self._is_open and (self._status == "RUNNING" or (self._status is not None and even_if_ended)):
@@ -333,7 +372,7 @@ class MLflowLogger(Logger):
 
     def __getstate__(self) -> dict[str, Any]:
         names = [each.name for each in attrs.fields(type(self))]
-        return {name: getattr(self, name) for name in names} | {"_client": None}
+        return {name: getattr(self, name) for name in names} | {"_client": None, "_checkpoints": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

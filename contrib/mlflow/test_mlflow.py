@@ -13,6 +13,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 import stratagem
+from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError, PluginError, StratagemError
 from stratagem.loggers import MLflowLogger
 from stratagem_testing import LoggerConformance, run_in_processes
@@ -410,3 +411,27 @@ def test_choosing_it_imports_no_mlflow():
 
     assert mlflow.__version__
     assert result.stdout.strip() == "['stratagem_mlflow']"
+
+
+# --- Checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("log_model", "names"), [(True, ["epoch=1.ckpt"]), ("all", ["epoch=0.ckpt", "epoch=1.ckpt"])])
+def test_checkpoints_are_artifacts(tmp_path, log_model, names):
+    callback = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{epoch}")
+    options = {"callbacks": [callback], "enable_checkpointing": True, "max_epochs": 2}
+    trainer = fit(tmp_path, logger={"name": "mlflow", "log_model": log_model}, **options)
+    trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+    trainer.close()
+
+    (run,) = runs(tmp_path)
+    client = client_of(tmp_path)
+    found = client.list_artifacts(run.info.run_id, "checkpoints")
+    assert [each.path for each in found] == [f"checkpoints/{name}" for name in names]
+    assert found[-1].file_size == os.path.getsize(tmp_path / "kept" / "epoch=1.ckpt")
+    assert run.info.status == "FINISHED"
+
+
+def test_uploading_needs_a_callback_that_keeps_checkpoints(tmp_path):
+    with pytest.raises(ConfigError, match=r"mlflow.log_model is 'all' and no callback saves checkpoints"):
+        fit(tmp_path, logger={"name": "mlflow", "log_model": "all"})

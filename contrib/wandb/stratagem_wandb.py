@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import warnings
 import weakref
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs import define, field
@@ -72,8 +74,9 @@ class WandbLogger(Logger):
     tags: list[str] | None = None
     #: Group of the run: wandb shows runs of a group together.
     group: str | None = None
-    #: Upload the best checkpoint (the newest, without a monitor) when training ends; sends the whole file.
-    log_model: bool = False
+    #: True uploads the best checkpoint (the newest, without a monitor) when training ends; "all" each one that the
+    #: callback keeps, once it is written, for which training waits. Sends whole files.
+    log_model: bool | Literal["all"] = False
 
     _root: Path | None = field(init=False, default=None)
     _rank: int = field(init=False, default=0)
@@ -85,6 +88,8 @@ class WandbLogger(Logger):
     _id: str | None = field(init=False, default=None)
     #: Hyper-parameters that are not written yet.
     _hparams: dict[str, Any] = field(init=False, factory=dict)
+    #: The callback whose checkpoints are uploaded, while a fit runs.
+    _checkpoints: Any = field(init=False, default=None)
 
     @property
     def experiment(self) -> wandb.Run | NoOpRun:
@@ -121,6 +126,7 @@ class WandbLogger(Logger):
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, run: RunContext) -> None:
         self._attach(run)
+        self._checkpoints = trainer.checkpoint_callback
         error = None
         if self._rank == 0:
             try:
@@ -135,13 +141,25 @@ class WandbLogger(Logger):
         self._attach(run)
         self._open().log({**metrics, STEP: step})
 
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self, path: Path, run: RunContext) -> Generator[None, Any, Any]:
+        answer = yield
+        if self._checkpoints is not None and self.log_model == "all" and self._rank == 0:
+            kept = {*self._checkpoints.best_k_models, self._checkpoints.last_model_path}
+            if str(path) in kept:  # not those of a search for a learning rate
+                run.after_save(functools.partial(self._log_checkpoint, self._checkpoints, str(path)))
+        return answer
+
     @hookimpl
     def on_fit_end(self, trainer: TrainerView) -> None:
-        if self.log_model and self._rank == 0:
-            self._log_checkpoint(trainer.checkpoint_callback)
+        self._checkpoints = None
+        saved = trainer.checkpoint_callback
+        if self.log_model is True and self._rank == 0:
+            self._log_checkpoint(saved, saved.best_model_path or saved.last_model_path)
 
     @hookimpl
     def on_exception(self) -> None:
+        self._checkpoints = None
         try:
             self.close(exit_code=1)
         except Exception as error:  # noqa: BLE001 - must not hide the exception that ends the run
@@ -178,7 +196,8 @@ class WandbLogger(Logger):
         _check_writable(self._folder, self._option)
         if self.log_model and trainer.checkpoint_callback is None:
             raise ConfigError(
-                "wandb.log_model is True and no callback saves checkpoints", expected="a callback that does",
+                f"wandb.log_model is {self.log_model!r} and no callback saves checkpoints",
+                expected="a callback that does",
                 do="add the callback model_checkpoint, or set log_model to False",
             )  # fmt: skip
         if self._hparams:
@@ -228,13 +247,14 @@ class WandbLogger(Logger):
         atexit.register(_release_at_exit, weakref.ref(self))
         return run
 
-    def _log_checkpoint(self, callback: Any) -> None:
-        path = callback.best_model_path or callback.last_model_path
+    def _log_checkpoint(self, callback: Any, path: str) -> None:
         if not path:
             warnings.warn("wandb.log_model is True and no checkpoint was kept: none is uploaded", stacklevel=2)
             return
         run, checkpoint = self._open(), as_path(path)
-        score = callback.best_model_score
+        best = path == callback.best_model_path or self.log_model is True
+        score = callback.best_k_models.get(path, callback.best_model_score if best else None)
+        score = None if callback.monitor is None else score
         metadata = {"path": str(path)} | ({} if score is None else {callback.monitor: float(score)})
         artifact = _wandb().Artifact(f"model-{run.id}", type="model", metadata=metadata)
         if is_remote(checkpoint):
@@ -243,7 +263,7 @@ class WandbLogger(Logger):
             artifact.add_dir(str(path))
         else:
             artifact.add_file(str(path))
-        run.log_artifact(artifact, aliases=["latest", "best"])
+        run.log_artifact(artifact, aliases=["latest", "best"] if best else ["latest"])
 
     # --- The folder ----------------------------------------------------------------------------------------------
 
@@ -269,7 +289,7 @@ class WandbLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         names = [each.name for each in attrs.fields(type(self))]
         run_id = self._id if self._run is None else None  # an open run stays with its process
-        return {name: getattr(self, name) for name in names} | {"_run": None, "_id": run_id}
+        return {name: getattr(self, name) for name in names} | {"_run": None, "_id": run_id, "_checkpoints": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

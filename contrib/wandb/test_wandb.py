@@ -355,14 +355,33 @@ def test_the_best_checkpoint_is_uploaded(tmp_path):
     assert (entry.path, entry.size) == (os.path.basename(best), os.path.getsize(best))
 
 
+def test_all_checkpoints_are_uploaded(tmp_path):
+    callback = ModelCheckpoint(
+        dirpath=tmp_path / "kept", monitor="step", mode="max", save_on_train_epoch_end=True, filename="{epoch}"
+    )
+    trainer = fit(
+        tmp_path, logger=OFFLINE | {"log_model": "all"}, callbacks=[callback], enable_checkpointing=True, max_epochs=2
+    )
+    trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+    trainer.close()
+
+    (records,) = runs(tmp_path)
+    artifacts = of_kind(records, "artifact")
+    names = [entry.path for artifact in artifacts for entry in artifact.manifest.contents]
+    assert names == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert [json.loads(artifact.metadata)["step"] for artifact in artifacts] == [3, 6]
+    assert [list(artifact.aliases) for artifact in artifacts] == [["latest", "best"]] * 2
+    assert not (tmp_path / "kept" / "epoch=0.ckpt").exists()
+
+
 def test_uploading_needs_a_callback_that_keeps_checkpoints(tmp_path):
     with pytest.raises(ConfigError, match=r"wandb.log_model is True and no callback saves checkpoints"):
         fit(tmp_path, logger=OFFLINE | {"log_model": True})
 
 
-@pytest.mark.parametrize("value", ["all", "best", 1])
+@pytest.mark.parametrize("value", ["best", 1])
 def test_other_ways_to_upload_are_refused(value):
-    with pytest.raises(ConfigError, match=rf"logger.wandb.log_model is {value!r}; expected true or false"):
+    with pytest.raises(ConfigError, match=rf"logger.wandb.log_model is {value!r}; expected"):
         stratagem.Trainer(logger={"name": "wandb", "log_model": value}, **QUIET)
 
 
