@@ -56,7 +56,7 @@ class TestTrackio(LoggerConformance):
 
 class TestClearML(LoggerConformance):
     plugin: ClassVar[Any] = {"name": "clearml", "offline": True}
-    test_it_writes_on_rank_0_alone = None  # likewise
+    test_it_writes_on_rank_0_alone = None  # nor are these
 
 
 class Described(Net):
