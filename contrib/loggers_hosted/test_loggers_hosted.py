@@ -224,6 +224,15 @@ def test_values_that_are_not_finite_are_kept(name, tmp_path):
     assert [float(value) for _, value in others] == [math.inf, -math.inf]
 
 
+def test_clearml_gets_no_zero_for_a_value_that_is_not_finite(tmp_path):
+    logger = made("clearml")
+    for step, value in enumerate([math.nan, 1.0, math.inf]):
+        log(logger, {"a": value}, step, tmp_path)
+    logger.close()
+
+    assert history("clearml", logger.run_id, tmp_path, "a") == [(1, 1.0)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_one_run_of_two_ranks(name, tmp_path):
     identities = run_in_processes(_fit, 2, tmp_path, name)
