@@ -46,16 +46,17 @@ class PushToHub(Callback):
     tags: list[str] = field(factory=list)
 
     _metrics: dict[str, float] = field(init=False, factory=dict)
-    _fitting: bool = field(init=False, default=False)
+    #: The callback whose checkpoints are pushed, while a fit runs.
+    _saved: Any = field(init=False, default=None)
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, run: RunContext) -> None:
         error = None
         if run.is_global_zero:
             try:
-                if self.hub_strategy == "end" and trainer.checkpoint_callback is None:
+                if trainer.checkpoint_callback is None:
                     raise ConfigError(
-                        'push_to_hub.hub_strategy is "end" and no callback saves checkpoints',
+                        "push_to_hub has no checkpoints, since no callback saves them",
                         expected="a callback that does",
                         do="add the callback model_checkpoint, or remove enable_checkpointing=False",
                     )
@@ -63,7 +64,7 @@ class PushToHub(Callback):
             except ConfigError as caught:
                 error = caught
         run.collectives.fail_together(error)
-        self._fitting = True
+        self._saved = trainer.checkpoint_callback
 
     @hookimpl
     def on_save_checkpoint(self, trainer: TrainerView) -> None:
@@ -72,13 +73,15 @@ class PushToHub(Callback):
     @hookimpl(wrapper=True)
     def save_checkpoint(self, path: Path, run: RunContext) -> Generator[None, Any, Any]:
         answer = yield
-        if self.hub_strategy == "every_save" and self._fitting and run.is_global_zero:
+        pushes = self.hub_strategy == "every_save" and self._saved is not None and run.is_global_zero
+        # A search for a learning rate saves and removes checkpoints of its own.
+        if pushes and str(path) in {*self._saved.best_k_models, self._saved.last_model_path}:
             run.after_save(functools.partial(self._push, path))
         return answer
 
     @hookimpl
     def on_fit_end(self, trainer: TrainerView, run: RunContext) -> None:
-        self._fitting = False
+        self._saved = None
         if self.hub_strategy == "end" and run.is_global_zero:
             saved = trainer.checkpoint_callback
             path = saved.best_model_path or saved.last_model_path
@@ -88,7 +91,7 @@ class PushToHub(Callback):
 
     @hookimpl
     def on_exception(self) -> None:
-        self._fitting = False
+        self._saved = None
 
     def _push(self, path: Path) -> None:
         try:

@@ -25,6 +25,7 @@ class TestPushToHub(CallbackConformance):
     """With a Hub of the test's own: `hub` sets it for the processes, too."""
 
     plugin: ClassVar[Any] = {"name": "push_to_hub", "hub_model_id": REPO, "hub_strategy": "every_save"}
+    arguments: ClassVar[Any] = {"enable_checkpointing": True}
 
     @pytest.fixture(autouse=True)
     def _with_hub(self, hub):
@@ -129,7 +130,7 @@ def test_without_checkpoints_there_is_nothing_to_push(hub, tmp_path):
     callback = PushToHub(hub_model_id=REPO)
     trainer = stratagem.Trainer(callbacks=[callback], enable_checkpointing=False, default_root_dir=tmp_path, **QUIET)
 
-    with pytest.raises(ConfigError, match="no callback saves checkpoints"):
+    with pytest.raises(ConfigError, match="no callback saves them"):
         trainer.fit(Net(), joined_batches(2, 8))
     assert hub.repositories == {}
 

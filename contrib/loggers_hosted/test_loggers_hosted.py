@@ -56,7 +56,7 @@ class TestTrackio(LoggerConformance):
 
 class TestClearML(LoggerConformance):
     plugin: ClassVar[Any] = {"name": "clearml", "offline": True}
-    test_it_writes_on_rank_0_alone = None  # likewise
+    test_it_writes_on_rank_0_alone = None  # nor are these
 
 
 class Described(Net):
@@ -222,6 +222,15 @@ def test_values_that_are_not_finite_are_kept(name, tmp_path):
     (_, first), *others = history(name, logger.run_id, tmp_path, "größe")
     assert math.isnan(float(first))
     assert [float(value) for _, value in others] == [math.inf, -math.inf]
+
+
+def test_clearml_gets_no_zero_for_a_value_that_is_not_finite(tmp_path):
+    logger = made("clearml")
+    for step, value in enumerate([math.nan, 1.0, math.inf]):
+        log(logger, {"a": value}, step, tmp_path)
+    logger.close()
+
+    assert history("clearml", logger.run_id, tmp_path, "a") == [(1, 1.0)]
 
 
 @pytest.mark.parametrize("name", NAMES)

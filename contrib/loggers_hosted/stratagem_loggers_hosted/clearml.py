@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from attrs import define
@@ -44,7 +45,8 @@ class ClearMLLogger(HostedLogger):
         """Report scalars; ``a/b`` is the line b of the plot a."""
         for name, value in metrics.items():
             title, _, series = name.partition("/")
-            run.get_logger().report_scalar(title, series or title, value, step)
+            if math.isfinite(value):  # ClearML would report 0
+                run.get_logger().report_scalar(title, series or title, value, step)
 
     def write_hyperparams(self, run: Any, params: dict[str, Any]) -> None:
         """Connect a copy of them: ClearML changes it where a task runs again with other values."""
