@@ -41,7 +41,8 @@ class Bucket:
     #: 1-D, any floating dtype; a hook may overwrite it.
     buffer: torch.Tensor
     #: The same index is the same bucket on every rank. DDP lays its buckets out once more after the first step of a
-    #: process: an index may then have other parameters, or the same in another order.
+    #: process: an index may then have other parameters, or the same in another order. Below another hook an index may
+    #: come several times in a step, with messages of different sizes.
     index: int = 0
     #: The last bucket of this backward.
     is_last: bool = True

@@ -24,7 +24,7 @@ _FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 #: Packages whose frames say nothing about where a user's program was.
 _NOT_THE_USERS = frozenset({"stratagem", "torch", "pluggy", "deepspeed", *sys.stdlib_module_names} - {"__main__"})
 #: Errors whose sentence tells all; a traceback of others is of use.
-_SENTENCES = (ConfigError, PluginError, CheckpointError)
+SENTENCES = (ConfigError, PluginError, CheckpointError)
 
 
 def end_with_sentence() -> None:
@@ -39,7 +39,7 @@ def print_sentence(kind: type[BaseException], error: BaseException, trace: Trace
     sentence = f"{kind.__name__}{f' in {where}' if where else ''}: {error}"
     content = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
     with contextlib.suppress(OSError):
-        told = isinstance(error, _SENTENCES) and Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps(content)) > 0
+        told = isinstance(error, SENTENCES) and Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps(content)) > 0
     if not told:
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("RANK", "0") == "0":

@@ -21,7 +21,10 @@ from stratagem_testing.sharing import in_turn
 from stratagem_testing.training import outcome, train, weights_on_all_ranks
 
 _BATCH = 24
-_MEAN = "`reduce_bucket` must return the mean, not the sum, the same on all ranks"
+_MEAN = (
+    "`reduce_bucket` must return the mean, not the sum, the same on all ranks; where ranks agree, look at what "
+    "rounding loses: it must be fed back, or the tolerance is too small for this compression"
+)
 
 
 class CommHookConformance(Conformance):

@@ -36,7 +36,9 @@ def conformance_class(entry: Entry) -> str:
     """
     kinds = registry.kinds()
     if entry.kind not in kinds:
-        raise ConfigError(f"a {entry.kind} has no conformance class", expected=", ".join(kinds))
+        raise ConfigError(
+            f"the kit has no checks of a {entry.kind}", expected=", ".join(kinds), do="run the tests of its package"
+        )
     stated = importlib.metadata.entry_points(group=_GROUP, name=f"{entry.kind}.{entry.name}")
     found = (each.value for each in stated if each.dist is not None and each.dist.name == entry.distribution)
     return next(found, kinds[entry.kind].conformance)

@@ -127,6 +127,10 @@ class Check(Command):
 
         if arguments.write is not None and arguments.name is None:
             raise StratagemError("--write is given without a name", expected="the plugin to check")
+        if arguments.write is not None and not arguments.write.is_file():
+            raise StratagemError(
+                f"--write is {arguments.write}, which is not a file", expected="the package's README.md"
+            )
         if arguments.name is not None:
             return _check_one(_find(arguments.name, arguments.kind), arguments)
         rows = [{**row(entry), "problem": check_entry(entry)} for entry in registry.entries()]

@@ -1,22 +1,29 @@
-"""What the program prints when Ctrl-C ends a call of the trainer: one line instead of the trainer's own frames."""
+"""What the program prints at an uncaught error: the user's frames, without those of the trainer.
+
+An error whose sentence tells all is printed below the frames of the user's own code; with STRATAGEM_FULL_TRACEBACK=1
+below all frames. Ctrl-C within a call of the trainer is one line.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from types import TracebackType
 from typing import Any
 
-from stratagem.distributed.uncaught_errors import innermost_user_line, package_of, print_sentence
+from stratagem.distributed.uncaught_errors import SENTENCES, innermost_user_line, is_users, package_of, print_sentence
 
 #: Attribute of a KeyboardInterrupt that went through a call of the trainer.
 _OF_A_CALL = "_ended_a_call_of_stratagem"
+#: Environment variable that keeps the library's frames.
+_ALL_FRAMES = "STRATAGEM_FULL_TRACEBACK"
 #: The hook of the program before this one.
 _earlier_hook: Any = sys.__excepthook__
 
 
 def watch_uncaught() -> None:
-    """Print uncaught errors that `shorten_traceback` has marked in one line; a hook of the program is left alone.
+    """Print uncaught errors as this module does; a hook of the program is left alone.
 
     Call it before the processes connect: torch and the launchers then replace the hook by hooks that call this one.
     """
@@ -32,9 +39,24 @@ def shorten_traceback(error: KeyboardInterrupt) -> None:
 
 def _print_where(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if _OF_A_CALL not in vars(error):
-        _earlier_hook(kind, error, trace)
+        if not os.environ.get(_ALL_FRAMES):
+            _leave_users_frames(error)
+        _earlier_hook(kind, error, error.__traceback__)
     elif where := _where(trace):
         print(f"KeyboardInterrupt in {where}", file=sys.stderr)
+
+
+def _leave_users_frames(error: BaseException | None) -> None:
+    """Take the library's frames from `error`, and from what it was raised from, where their sentences tell all."""
+    while error is not None:
+        if isinstance(error, SENTENCES):
+            traces, kept = [error.__traceback__], None
+            while (last := traces[-1]) is not None:
+                traces.append(last.tb_next)
+            for each in reversed([each for each in traces if each is not None and is_users(each.tb_frame.f_globals)]):
+                kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+            error.__traceback__ = kept or error.__traceback__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _where(trace: TracebackType | None) -> str:

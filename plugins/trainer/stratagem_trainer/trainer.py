@@ -104,6 +104,7 @@ class Trainer(View):
         inference_mode: bool = True,
         barebones: bool = False,
     ) -> None:
+        watch_uncaught()
         self._given: dict[str, Any]
         self._sources: Sequence[Source]
         self.settings: TrainerSettings = gather(TrainerSettings, self._given, _with_environment(self._sources))
@@ -376,7 +377,6 @@ class Trainer(View):
         state.module, state.datamodule, self._call_at_work = model, datamodule, stage
         state.fn, state.status, state.ckpt_path = stage, "running", ckpt_path
         model.__dict__["_fit"] = state
-        watch_uncaught()
         try:
             check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)

@@ -29,11 +29,11 @@ CUT_AXES = ("pipeline", "context", "tensor")
 #: What a strategy does for the weights of all ranks to be those of one process.
 _LOOK = (
     "`wrap_model` must begin with rank 0's weights on all ranks, and `backward` average (not sum) every gradient over "
-    "the ranks, once before each step"
+    "the ranks, once before each step (a strategy whose replicas may differ between steps derives from OuterStrategy)"
 )
 _UNCLAIMED = "{!r} must be in `capabilities.provides`, or be refused with an error that names it"
 #: Why a check of an outer strategy is skipped.
-_OUTER = "an outer strategy does not train as one process would: compare it with a reference loop of your own"
+_OUTER = "not for an outer strategy, which one process does not train alike: `meet` compares it with copies"
 
 
 class StrategyChecks(Conformance):

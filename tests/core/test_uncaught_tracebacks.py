@@ -1,0 +1,67 @@
+"""An uncaught error in the user's program is printed below the frames of the user's code alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import stratagem as sg
+from stratagem_testing.reference import Net, joined_batches
+
+
+class Logs(Net):
+    def training_step(self, batch, batch_idx):
+        {line}
+        return super().training_step(batch, batch_idx)
+
+
+def main():
+    trainer = sg.Trainer({options} max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(Logs(), joined_batches(2, 8))
+
+
+main()
+"""
+
+
+def printed(tmp_path, line="self.log('x', 'text')", options="", **variables):
+    (tmp_path / "train.py").write_text(SCRIPT.format(line=line, options=options))
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "frames", "message"),
+    [
+        ({}, ["<module>", "main", "training_step"], "ConfigError: log('x') got 'text'"),
+        ({"options": 'strategy="dpp",'}, ["<module>", "main"], "PluginError: strategy 'dpp' is unknown"),
+    ],
+)
+def test_frames_are_the_users(tmp_path, arguments, frames, message):
+    error = printed(tmp_path, **arguments)
+
+    assert [line.rpartition(" in ")[2] for line in error.splitlines() if line.startswith("  File ")] == frames
+    assert message in error.splitlines()[-1]
+
+
+def test_a_variable_shows_all_frames(tmp_path):
+    assert "stratagem_trainer" in printed(tmp_path, STRATAGEM_FULL_TRACEBACK="1")
+
+
+def test_an_error_of_another_kind_keeps_all_frames(tmp_path):
+    error = printed(tmp_path, line="1 / 0")
+
+    assert "stratagem_trainer" in error
+    assert error.splitlines()[-1] == "ZeroDivisionError: division by zero"
