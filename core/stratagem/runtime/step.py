@@ -97,7 +97,7 @@ class Step:
         if self._run.world_size > 1:
             raise ConfigError(
                 f"training_step returned None on rank {self._run.rank} of {self._run.world_size}", expected="a loss",
-                do="end training_step with `return loss`; to skip a batch, multiply it by zero: other ranks wait for it",
+                do="end training_step with `return loss`; to skip a batch, multiply it by zero: others wait for it",
             )  # fmt: skip
         if self.skipped_batches == 0:
             epoch = "" if self._run.progress is None else f" of epoch {self._run.progress.epoch}"
