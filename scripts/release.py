@@ -97,7 +97,7 @@ def check_alone(project: Project, folder: Path, core: Environment, with_kit: boo
     environment.install(*engine, f"{project.name}[{extra}]", "stratagem-testing")
     if not project.is_third_party:
         return environment.run(CHECK, project.name, "--kit").strip()
-    for path in project.folder.glob("test_*.py"):
+    for path in (*project.folder.glob("test_*.py"), *project.folder.glob("conftest.py")):
         shutil.copy(path, folder)
     return (
         f"{alone}; {environment.run('-m', 'pytest', '-q', '-p', 'no:cacheprovider', folder).strip().splitlines()[-1]}"

@@ -232,7 +232,10 @@ def _find(name: str, kind: str | None) -> registry.Entry:
     if kinds:
         return registry.find(kinds[0], name)
     hint = nearest(name, [entry.name for entry in everything])
-    raise StratagemError(f"no installed plugin is called {name!r}", do=hint or "run `stratagem plugins list`")
+    raise StratagemError(
+        f"no installed plugin is called {name!r}",
+        do=hint or "run `stratagem plugins list`; install your own first, such as with `pip install -e FOLDER`",
+    )
 
 
 def _known_kind(kind: str | None) -> str | None:
