@@ -18,13 +18,29 @@ class BF16Feedback(CommHook):
 
     capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
     #: The rounding errors of the last step, by bucket: its index, size and parameters, which DDP may reorder.
-    _residuals: PerRun[dict[tuple[int, ...], torch.Tensor]] = field(init=False, factory=lambda: PerRun(dict))
+    _residuals: PerRun[dict[str, torch.Tensor]] = field(init=False, factory=lambda: PerRun(dict))
+    #: Names of parameters, by id: a checkpoint needs names.
+    _names: PerRun[dict[int, str]] = field(init=False, factory=lambda: PerRun(dict))
 
     @hookimpl
     def reduce_bucket(self, bucket, run):
         residuals = self._residuals.of(run)
-        key = (bucket.index, bucket.buffer.numel(), *map(id, bucket.parameters))
+        key = self._key(bucket, run)
         corrected = bucket.buffer + residuals[key] if key in residuals else bucket.buffer
         sent = corrected.bfloat16()
         residuals[key] = torch.nan_to_num(corrected - sent, 0.0, 0.0, 0.0)  # an overflow leaves none
         return bucket.buffer.copy_((yield sent))
+
+    def _key(self, bucket, run):
+        names = self._names.of(run)
+        if run.module is not None and not names:
+            names.update((id(parameter), name) for name, parameter in run.module.named_parameters())
+        parameters = [str(names.get(id(parameter), id(parameter))) for parameter in bucket.parameters]
+        return " ".join([str(bucket.index), str(bucket.buffer.numel()), *parameters])
+
+    def rank_state(self, run):
+        return {"residuals": dict(self._residuals.of(run))}
+
+    def load_rank_states(self, states, run):
+        if len(states) == run.world_size:  # other ranks had other errors: they are too small to be missed
+            self._residuals.of(run).update(states[run.rank]["residuals"])

@@ -1005,6 +1005,19 @@ class OneScratchForAllBuckets(FP16Compress):
         return bucket.buffer.copy_(scratch.resize_(bucket.buffer.numel()))
 
 
+@mutant("test_resumes_as_if_never_stopped")
+class ForgetsResiduals(FP16Compress):
+    """Adds what rounding lost to the next step, and keeps it in no checkpoint."""
+
+    @hookimpl
+    def reduce_bucket(self, bucket, run):
+        kept, key = self.__dict__.setdefault("kept", {}), (id(run), bucket.index)
+        corrected = bucket.buffer + kept.get(key, 0.0)
+        sent = corrected.bfloat16()
+        kept[key] = corrected - sent.float()
+        return bucket.buffer.copy_((yield sent))
+
+
 @mutant("test_averages_over_the_ranks")
 class DropsTheLastNumber(FP16Compress):
     @hookimpl

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +20,7 @@ from stratagem_testing.conformance import Conformance
 from stratagem_testing.expectations import expect_equal, expect_refused, expect_weights
 from stratagem_testing.reference import Net, joined_batches, train_module_plainly
 from stratagem_testing.sharing import in_turn
-from stratagem_testing.training import outcome, train, weights_on_all_ranks
+from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
 _BATCH = 24
 _MEAN = (
@@ -136,6 +138,17 @@ class CommHookConformance(Conformance):
             differing = [name for name in first if not torch.equal(first[name], second[name])]
             assert not differing, f"{differing} differ in an instance's second run; it must keep nothing of a run"
 
+    def test_resumes_as_if_never_stopped(self, several: int) -> None:
+        """What it keeps between steps, such as residuals of error feedback, is in checkpoints, for each rank."""
+        # DDP would lay out the buckets once more after the first step of a process.
+        strategy = {"name": catalog.default("strategy_distributed"), "find_unused_parameters": True}
+        arguments = self._arguments(several, strategy=strategy)
+        look = "`rank_state` must return what the hook keeps between steps, and `load_rank_states` take it back"
+        with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
+            both = self.run_in(_in_one_and_two_parts, several, arguments, joined_batches(8, _BATCH), Path(folder))
+        for whole, resumed in both:
+            expect_weights(resumed, whole, "training that was not stopped", 1e-6, look)
+
     def test_strategies_without_buckets_are_refused(self) -> None:
         """The hook would have no effect with them."""
         assert GRADIENT_BUCKETS in self.capabilities.requires, f"`capabilities` must require {GRADIENT_BUCKETS!r}"
@@ -155,6 +168,19 @@ class CommHookConformance(Conformance):
         __tracebackhide__ = True
         weights, limit = weights_on_all_ranks(results, _MEAN), self.training_tolerance
         expect_weights(weights, reference, "training with exact averages", limit, _MEAN, "training_tolerance")
+
+
+def _in_one_and_two_parts(
+    rank: int, world_size: int, arguments: dict[str, Any], batches: list[Any], folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def fit(path: Path | None = None, **limits: Any) -> sg.Trainer:
+        trainer = sg.Trainer(**arguments | {"devices": world_size} | limits)
+        trainer.fit(Net(), share(trainer, batches), ckpt_path=path)
+        return trainer
+
+    whole = weights_of(fit())
+    fit(max_steps=len(batches) // 2).save_checkpoint(folder / "half.ckpt")
+    return whole, weights_of(fit(folder / "half.ckpt"))
 
 
 class Halves(sg.CommHook):
