@@ -79,13 +79,14 @@ def test_a_run_that_was_resumed_is_one_curve(tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_resumed_before_its_last_step_has_the_curves_that_its_own_report_has(tmp_path):
-    fit(tmp_path, callbacks=[Report()])
+    fit(tmp_path, callbacks=["learning_rate_monitor", Report()])  # the monitor logs before the first step, too
     own = Report()
-    fit(tmp_path, ckpt_path=checkpoint(tmp_path, 4), callbacks=[own])
+    fit(tmp_path, ckpt_path=checkpoint(tmp_path, 4), callbacks=["learning_rate_monitor", own])
 
     history = joined(files(tmp_path))[0]
     assert history.resumed == own._history.resumed == [4]
     assert history.first_step == own._history.first_step
+    assert history.metrics.keys() == own._history.metrics.keys() == {"train_loss", "val_loss", "lr-SGD"}
     for name, series in own._history.metrics.items():
         assert (history.metrics[name].steps, history.metrics[name].means) == (series.steps, series.means)
         assert history.metrics[name].stage == series.stage
@@ -132,9 +133,34 @@ def test_a_line_that_a_run_is_writing_is_left_out(tmp_path):
     write(tmp_path, "version_0", "epoch,step,loss\n0,1,1.5\n0,2,1.2")
     write(tmp_path, "version_1", "epoch,step,loss\n")
 
+    assert joined(files(tmp_path))[0].metrics["loss"].steps == [1]
+
+
+def test_what_is_evaluated_without_a_fit_is_no_point_of_a_curve(tmp_path):
+    fit(tmp_path, max_epochs=1)
+    trainer = sg.Trainer(max_epochs=2, default_root_dir=tmp_path, **QUIET)
+    trainer.validate(Net(), BATCHES[:1])
+    trainer.fit(Net(), BATCHES, ckpt_path=checkpoint(tmp_path, 4))
+    trainer = sg.Trainer(default_root_dir=tmp_path, **QUIET)
+    trainer.test(Net(), BATCHES[:1])
+    trainer.logger.save()
+
     history, sources = joined(files(tmp_path))
-    assert history.metrics["loss"].steps == [1]
-    assert sources == "drawn: version_0"
+    assert sources == "drawn: version_0, version_1, version_2; resumed at step 4"
+    assert history.metrics["train_loss"].steps == [*range(1, 9)]
+    assert history.metrics["val_loss"].steps == [4]
+    assert history.results.keys() == {"test_loss"}
+    write(tmp_path, "version_3", "epoch,step,train_loss\n2,9,1.5\n")
+    assert joined(files(tmp_path))[0].results == {}  # as they are of an earlier step
+
+
+def test_steps_that_a_user_logs_without_epochs_are_drawn(tmp_path):
+    write(tmp_path, "version_0", "step,accuracy\n0,0.1\n20,0.4\n10,0.2\n")
+    write(tmp_path, "version_1", "step,accuracy\n30,0.5\n")
+
+    history, _ = joined(files(tmp_path))
+    assert history.metrics["accuracy"].means == [0.1, 0.2, 0.4, 0.5]
+    assert history.resumed == [29]
 
 
 def test_what_cannot_be_drawn_is_an_error(tmp_path):

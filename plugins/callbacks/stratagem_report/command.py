@@ -15,16 +15,14 @@ class ReportCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "folder", type=Path, nargs="?", default=Path(), metavar="FOLDER",
-            help="a run's folder, a logger's, a version's, or a metrics.csv (default: the current folder)",
-        )  # fmt: skip
+            "folder", type=Path, nargs="?", default=Path(), help="of a run, or a metrics.csv (default: this folder)"
+        )
         parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: FOLDER/report.html)")
         parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
     def run(self, arguments: argparse.Namespace) -> int:
         import webbrowser
 
-        from stratagem.api.paths import replace_text
         from stratagem_report.curves import files, joined
         from stratagem_report.page import KICKER, render_curves
 
@@ -35,7 +33,7 @@ class ReportCommand(Command):
         if not arguments.out and page.exists() and f">{KICKER}<" not in page.read_text(encoding="utf-8"):
             page = folder / "curves.html"  # a run wrote the other
         page.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(page, render_curves(history, folder.name, sources, str(folder)))
+        page.write_text(render_curves(history, folder.name, sources, str(folder)), encoding="utf-8")
         print(sources, page, sep="\n")
         if arguments.open:
             webbrowser.open(page.as_uri())

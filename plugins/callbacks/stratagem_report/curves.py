@@ -35,43 +35,51 @@ def files(folder: Path) -> list[Path]:
 def joined(paths: list[Path]) -> tuple[History, str]:
     """Return the last run of `paths`, and in words which of them it is from.
 
-    A version that begins after the first step of the one before it resumes it; another one begins another run.
+    A version that begins after the first step of the one before it resumes it; another one begins another run. One
+    without steps has results of a validation or a test.
 
     Raises:
         ConfigError: a file has no steps.
     """
     drawn: list[str] = []
     earlier: list[str] = []
-    resumed: list[int] = []
     rows: dict[int, dict[str, float]] = {}
+    history = History()
     for path in paths:
-        if not (new := _rows(path)):
-            continue
-        first = next(iter(new))
-        if first <= max(1, min(rows, default=first)):
-            earlier, drawn, resumed, rows = earlier + drawn, [], [], {}
+        first, new = _rows(path)
+        if not first:
+            history.results |= new.get(0, {})
+        elif first <= max(1, min(rows, default=first)):
+            earlier, drawn, rows, history = earlier + drawn, [], new, History()
         else:  # from a checkpoint, after which the fit before it may have made more steps
-            resumed = [*(step for step in resumed if step < first - 1), first - 1]
+            new.pop(0, None)  # of a validation before the fit
+            history.resumed, history.results = [*(step for step in history.resumed if step < first - 1), first - 1], {}
             rows = {step: values for step, values in rows.items() if step < first}
-        rows |= new
+            rows |= {step: rows.get(step, {}) | values for step, values in new.items()}
         drawn.append(path.parent.name)
-    history = History(first_step=max(min(rows, default=1) - 1, 0), resumed=resumed)
+    history.first_step = max(min(rows, default=1) - 1, 0)
     for step in sorted(rows):
         for name, value in rows[step].items():
             history.put("metrics", name, step, value, "validate" if name.startswith(_EVALUATION) else "train")
     sources = f"drawn: {', '.join(drawn)}"
-    sources += f"; resumed at step {', '.join(map(count, resumed))}" if resumed else ""
+    sources += f"; resumed at step {', '.join(map(count, history.resumed))}" if history.resumed else ""
     return history, sources + (f"; not drawn, earlier runs: {', '.join(earlier)}" if earlier else "")
 
 
-def _rows(path: Path) -> dict[int, dict[str, float]]:
-    """Return the values of each step, without a last line that a run is still writing."""
+def _rows(path: Path) -> tuple[int, dict[int, dict[str, float]]]:
+    """Return the first step of the fit (0 if there was none) and the values of each step.
+
+    A last line that a run is still writing is left out. A row without an epoch is not of a step: callbacks log before
+    the first one, at the step of the checkpoint.
+    """
     rows: dict[int, dict[str, float]] = {}
+    first = 0
     with path.open(newline="") as file:
         lines = csv.DictReader(line for line in file if line.endswith("\n"))
         if "step" not in (lines.fieldnames or ()):
             raise ConfigError(f"{path} has no column 'step'", expected="a file of the logger csv", do="pass another")
         for line in lines:
-            values = {name: float(text) for name, text in line.items() if text and name not in ("epoch", "step")}
-            rows.setdefault(int(line["step"]), {}).update(values)
-    return rows
+            step, epoch = int(line.pop("step")), line.pop("epoch", "")
+            first = first or (step if epoch else 0)
+            rows.setdefault(step, {}).update({name: float(text) for name, text in line.items() if text})
+    return first or min(filter(None, rows), default=0), rows
