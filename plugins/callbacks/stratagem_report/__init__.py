@@ -1,5 +1,11 @@
 """Write one self-contained HTML page about a run: configuration, curves and outcome."""
 
-from stratagem_report.callback import Report
+from typing import Any
 
-__all__ = ["Report"]
+
+def __getattr__(name: str) -> Any:
+    if name != "Report":
+        raise AttributeError(name)
+    from stratagem_report.callback import Report  # imports torch, which the help of the command must not
+
+    return Report

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
 
 _MAX_LENGTH = 400
+#: When a page was written.
+TIME = "%Y-%m-%d %H:%M:%S %z"
 
 
 @frozen(kw_only=True)
@@ -82,7 +84,7 @@ def gather(trainer: TrainerView, history: History, page: Path) -> Facts:
         batch_size=trainer.effective_batch_size,
         layout=run.strategy.layout(run.peers_world, trainer.module),
         rank_times=next((each.rank_times() for each in trainer.callbacks if has_role(each, "rank-times")), None),
-        written_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        written_at=time.strftime(TIME),
         folder=str(settings.default_root_dir),
         files=written_files(trainer, page),
         origin=origin(),

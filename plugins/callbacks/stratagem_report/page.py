@@ -6,13 +6,14 @@ import base64
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stratagem.api.options import redact
 from stratagem_report.charts import Chart, chart, not_finite, quantity
-from stratagem_report.facts import Facts, shown
+from stratagem_report.facts import TIME, Facts, shown
 from stratagem_report.figures import byte_unit, count, duration, number, rate
 from stratagem_report.history import History, Series
 from stratagem_report.pictures import MeshPicture, TimelinePicture
@@ -22,38 +23,57 @@ if TYPE_CHECKING:
 
 #: Maximum number of charts of metrics; the table has all metrics.
 _CHARTS = 60
+#: Above the title of a page with curves alone, and on no page that a run writes.
+KICKER = "Curves from metrics.csv"
 
 
 def render(facts: Facts) -> str:
     """Return the self-contained page for `facts`."""
+    history, layout = facts.history, facts.layout
+    return _page(
+        "page.html",
+        history,
+        facts=facts,
+        outcome=history.outcome,
+        written_at=facts.written_at,
+        folder=facts.folder,
+        tiles=_tiles(facts),
+        machine=_machine(history, _drawing(history)),
+        mesh=None if layout is None else MeshPicture(layout),
+        timeline=None if layout is None or layout.timeline is None else TimelinePicture(layout.timeline),
+    )
+
+
+def render_curves(history: History, title: str, detail: str, folder: str) -> str:
+    """Return a self-contained page with the metrics of `history`, and `detail` below its `title`."""
+    written_at = time.strftime(TIME)
+    return _page(
+        "curves.html", history, title=title, detail=detail, folder=folder, written_at=written_at, kicker=KICKER
+    )
+
+
+def _page(template: str, history: History, **values: Any) -> str:
     from markupsafe import Markup
 
-    history = facts.history
     script, style = _read("page.js"), _read("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    groups = without_copies(grouped(history.metrics))
-    span = (history.first_step, max(history.last_step, history.first_step + 1))
-    draw = functools.partial(chart, span=span, resumed=history.resumed)
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            facts=facts,
-            history=history,
-            outcome=history.outcome,
-            policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-            script=Markup(script),  # noqa: S704 - a file of this package
-            style=Markup(style),  # noqa: S704 - a file of this package
-            tiles=_tiles(facts),
-            metrics=[draw(title, curves) for title, curves in groups[:_CHARTS]],
-            metrics_left_out=len(groups[_CHARTS:]),
-            machine=_machine(history, draw),
-            mesh=None if facts.layout is None else MeshPicture(facts.layout),
-            timeline=None
-            if facts.layout is None or facts.layout.timeline is None
-            else TimelinePicture(facts.layout.timeline),
-        )
+    groups, draw = without_copies(grouped(history.metrics)), _drawing(history)
+    page = _environment().get_template(template)
+    return page.render(
+        history=history,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        script=Markup(script),  # noqa: S704 - a file of this package
+        style=Markup(style),  # noqa: S704 - a file of this package
+        metrics=[draw(title, curves) for title, curves in groups[:_CHARTS]],
+        metrics_left_out=len(groups[_CHARTS:]),
+        **values,
     )
+
+
+def _drawing(history: History) -> Callable[..., Chart]:
+    """Return `chart` for the steps of `history`."""
+    span = (history.first_step, max(history.last_step, history.first_step + 1))
+    return functools.partial(chart, span=span, resumed=history.resumed)
 
 
 @functools.cache
