@@ -152,6 +152,20 @@ def test_a_dcp_folder_without_metadata_of_its_storage_is_read(tmp_path):
     assert_same(read_any(tmp_path / "x"), {"state_dict": dict(model.state_dict())})
 
 
+def test_an_index_that_python_3_13_wrote_is_read(written, tmp_path):
+    """It names the classes of pathlib by the module in which that version has them."""
+    shutil.copytree(written / "dcp.dcp", tmp_path / "x")
+    (tmp_path / "x" / "stratagem.json").unlink()
+    index = pickle.loads((tmp_path / "x" / ".metadata").read_bytes())
+    ours = pickle.dumps(index, protocol=3).replace(b"cpathlib._local\n", b"cpathlib\n")  # without lengths of frames
+    theirs = ours.replace(b"cpathlib\n", b"cpathlib._local\n")
+    (tmp_path / "x" / ".metadata").write_bytes(theirs)
+
+    assert theirs != ours
+    whole = read_any(written / "dcp.dcp")
+    assert_same(read_any(tmp_path / "x"), {"state_dict": whole["state_dict"]})
+
+
 # --- Bad input ---------------------------------------------------------------------------------------------------
 
 
