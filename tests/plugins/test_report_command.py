@@ -136,7 +136,7 @@ def test_a_line_that_a_run_is_writing_is_left_out(tmp_path):
     assert joined(files(tmp_path))[0].metrics["loss"].steps == [1]
 
 
-def test_what_is_evaluated_without_a_fit_is_no_point_of_a_curve(tmp_path):
+def test_an_evaluation_without_a_fit_adds_nothing_to_a_curve(tmp_path):
     fit(tmp_path, max_epochs=1)
     trainer = sg.Trainer(max_epochs=2, default_root_dir=tmp_path, **QUIET)
     trainer.validate(Net(), BATCHES[:1])
