@@ -171,6 +171,9 @@ def test_what_cannot_be_drawn_is_an_error(tmp_path):
     write(tmp_path / "first", "version_0", "time,loss\n0,1\n")
     with pytest.raises(ConfigError, match="metrics.csv has no column 'step'; expected a file of the logger csv"):
         report(tmp_path / "first")
+    write(tmp_path / "text", "version_0", "epoch,step,loss\n0,1,good\n")
+    with pytest.raises(ConfigError, match="metrics.csv has text among its numbers .*'good'"):
+        report(tmp_path / "text")
     write(tmp_path, "version_0", "epoch,step,loss\n0,1,1.5\n")
     (tmp_path / "stratagem_logs").rename(tmp_path / "digits")
     write(tmp_path, "version_0", "epoch,step,loss\n0,1,1.5\n")

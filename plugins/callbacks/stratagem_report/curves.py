@@ -67,6 +67,17 @@ def joined(paths: list[Path]) -> tuple[History, str]:
 
 
 def _rows(path: Path) -> tuple[int, dict[int, dict[str, float]]]:
+    try:
+        return _numbers(path)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} has text among its numbers ({error})", expected="a file of the logger csv", do="pass another"
+        ) from None
+
+
+def _numbers(path: Path) -> tuple[int, dict[int, dict[str, float]]]:
     """Return the first step of the fit (0 if there was none) and the values of each step.
 
     A last line that a run is still writing is left out. A row without an epoch is not of a step: callbacks log before
