@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from attrs import frozen
-from parallel_kit import WithExperts
 
 from stratagem.api import world
 from stratagem.runtime import context as runtime
 from stratagem_parallel import gradients, strategy
+from stratagem_parallel.conformance import ExpertsConformance
 from stratagem_parallel.context.attention import SequenceAttention
 from stratagem_parallel.exchange import gather
 from stratagem_parallel.expert import dispatch
@@ -171,12 +171,12 @@ def metrics_of_parts_not_compared(found, tolerance):
 # --- expert ------------------------------------------------------------------------------------------------------
 
 
-@mutant(EXPERT, dispatch._ScaleGradient, "backward", kit=WithExperts)
+@mutant(EXPERT, dispatch._ScaleGradient, "backward", kit=ExpertsConformance)
 def gradients_of_experts_not_divided(ctx, gradient):
     return gradient, None
 
 
-@mutant(EXPERT, dispatch.DispatchedExperts, "_compute", kit=WithExperts)
+@mutant(EXPERT, dispatch.DispatchedExperts, "_compute", kit=ExpertsConformance)
 def tokens_of_other_ranks_ignored(self, rows, numbers):
     first = torch.arange(len(rows)) < len(rows) // 2
     return _compute(self, rows * first[:, None], numbers)

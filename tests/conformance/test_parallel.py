@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from parallel_kit import WithExperts
 from torch import nn
 
+from stratagem_parallel.conformance import ExpertsConformance
 from stratagem_testing import StrategyConformance
 
 
@@ -65,6 +65,5 @@ class TestShards(StrategyConformance):
 
 
 @pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
-class TestExperts(WithExperts):
+class TestExperts(ExpertsConformance):
     plugin = "expert_parallel"
-    world_sizes = (2,)

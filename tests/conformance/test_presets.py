@@ -13,8 +13,8 @@ from stratagem_testing.command import check
 
 ROOT = Path(__file__).parents[2]
 OURS = "\n".join(path.read_text() for path in ROOT.glob("plugins/*/pyproject.toml"))
-#: Needs a device, or DeepSpeed's asynchronous I/O, which are not here, or a model with experts (test_parallel.py has one).
-NOT_BY_NAME = {"gpu", "deepspeed_stage_3_offload_nvme", "expert_parallel"}
+#: Needs a device, or DeepSpeed's asynchronous I/O, which are not here.
+NOT_BY_NAME = {"gpu", "deepspeed_stage_3_offload_nvme"}
 
 ENTRIES = [
     entry
