@@ -67,17 +67,6 @@ def joined(paths: list[Path]) -> tuple[History, str]:
 
 
 def _rows(path: Path) -> tuple[int, dict[int, dict[str, float]]]:
-    try:
-        return _numbers(path)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} has text among its numbers ({error})", expected="a file of the logger csv", do="pass another"
-        ) from None
-
-
-def _numbers(path: Path) -> tuple[int, dict[int, dict[str, float]]]:
     """Return the first step of the fit (0 if there was none) and the values of each step.
 
     A last line that a run is still writing is left out. A row without an epoch is not of a step: callbacks log before
@@ -89,8 +78,12 @@ def _numbers(path: Path) -> tuple[int, dict[int, dict[str, float]]]:
         lines = csv.DictReader(line for line in file if line.endswith("\n"))
         if "step" not in (lines.fieldnames or ()):
             raise ConfigError(f"{path} has no column 'step'", expected="a file of the logger csv", do="pass another")
-        for line in lines:
-            step, epoch = int(line.pop("step")), line.pop("epoch", "")
-            first = first or (step if epoch else 0)
-            rows.setdefault(step, {}).update({name: float(text) for name, text in line.items() if text})
+        try:
+            for line in lines:
+                step, epoch = int(line.pop("step")), line.pop("epoch", "")
+                first = first or (step if epoch else 0)
+                rows.setdefault(step, {}).update({name: float(text) for name, text in line.items() if text})
+        except ValueError as error:
+            said = f"{path} has text among its numbers ({error})"
+            raise ConfigError(said, expected="a file of the logger csv", do="pass another") from None
     return first or min(filter(None, rows), default=0), rows

@@ -59,7 +59,7 @@ def render(kind: str, name: str) -> dict[str, str]:
     _check_name(kind, name)
     plugin = _template(_source(kind))
     module = f"stratagem_{name}"
-    values = {"kind": kind, "name": name, "VARIABLE": name.upper(), "module": module, **_about(kind, name)}
+    values = {"kind": kind, "name": name, "VARIABLE": name.upper(), "module": module, **_about(kind, name, module)}
     values |= {
         "distribution": _distribution(name),
         "imported": "".join(f', "{each}"' for each in _requirements(plugin.template, kind)),
@@ -85,7 +85,7 @@ def _source(kind: str) -> str:
     return own if files(__package__).joinpath("templates", f"{own}.txt").is_file() else "other.py"
 
 
-def _about(kind: str, name: str) -> dict[str, str]:
+def _about(kind: str, name: str, module: str) -> dict[str, str]:
     """Return what differs between a command, which is started, and plugins of a run, which the kit checks."""
     if kind == "command":
         return {
@@ -95,7 +95,7 @@ def _about(kind: str, name: str) -> dict[str, str]:
         }  # fmt: skip
     base = registry.kinds()[kind].base
     kit, _, conformance = registry.kinds()[kind].conformance.partition(":")
-    module, words, camel = f"stratagem_{name}", _words(base.__name__), _camel(name)
+    words, camel = _words(base.__name__), _camel(name)
     suffix = "" if camel.endswith(base.__name__) and camel != base.__name__ else base.__name__
     checks = module + "/conformance.py` | what the conformance kit checks"
     return {
