@@ -278,7 +278,7 @@ class RunContext(Protocol):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Call ``training_step`` of `model`, with the arguments that it takes: what ``forward_backward`` calls."""
 
-    def forward_backward(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+    def forward_backward(self, batch: Any, batch_idx: int, divisor: float) -> Any:
         """Run forward and backward of one batch as the loop does where no plugin answers ``forward_backward``."""
 
     def differentiate(self, loss: Tensor) -> None:

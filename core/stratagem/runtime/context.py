@@ -427,7 +427,7 @@ class Context:
         """Call ``training_step`` of the wrapped model, with the arguments that it takes."""
         return self.step.training_step(batch, batch_idx)
 
-    def forward_backward(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+    def forward_backward(self, batch: Any, batch_idx: int, divisor: float) -> Any:
         """Run forward and backward of one batch as the loop does where no plugin answers ``forward_backward``."""
         return self.step.forward_backward(batch, batch_idx, divisor)
 

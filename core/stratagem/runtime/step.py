@@ -50,7 +50,7 @@ class Step:
         self.before_backward: Callable[[Tensor], None] | None = None
         self.after_backward: Callable[[], None] | None = None
 
-    def train_step(self, batch: Any, batch_idx: int, divisor: int, sync: bool, with_index: bool = True) -> Any:
+    def train_step(self, batch: Any, batch_idx: int, divisor: float, sync: bool, with_index: bool = True) -> Any:
         """Forward and backward of one batch, its loss divided by `divisor`; return what `training_step` returned.
 
         `sync` is False when this batch's gradients are only accumulated.
@@ -62,7 +62,7 @@ class Step:
             self._hooks.enter_all(stack, "step_context", stage="train", sync=sync and not self._run.manual)
             return self._forward_backward_inside(batch, batch_idx, divisor)
 
-    def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+    def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: float) -> Any:
         if self._hooks.forward_backward is None:
             return self.forward_backward(batch, batch_idx, divisor)
         return self._hooks.forward_backward(
@@ -75,7 +75,7 @@ class Step:
             return self._run.model("training_step", batch, batch_idx)
         return self._run.model("training_step", batch)
 
-    def forward_backward(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+    def forward_backward(self, batch: Any, batch_idx: int, divisor: float) -> Any:
         """Forward and backward of one batch where no plugin answers the hook of this name."""
         output = self.training_step(batch, batch_idx)
         if self._run.manual:
@@ -84,7 +84,7 @@ class Step:
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):
             self._check_may_skip(output, batch_idx)
             return None
-        self.backward(loss / divisor if divisor > 1 else loss)
+        self.backward(loss / divisor if divisor != 1 else loss)
         return output
 
     def _check_may_skip(self, output: Any, batch_idx: int) -> None:

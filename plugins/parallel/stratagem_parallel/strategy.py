@@ -270,7 +270,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         return _joined([step for step in steps if step is not None])
 
     @hookimpl
-    def forward_backward(self, module: nn.Module, batch: Any, batch_idx: int, divisor: int, run: RunContext) -> Any:
+    def forward_backward(self, module: nn.Module, batch: Any, batch_idx: int, divisor: float, run: RunContext) -> Any:
         if self._pipeline is None:
             if self._context is not None and run.module is not None:
                 self._context.compare(run.module, "train", batch_idx, run)

@@ -12,7 +12,7 @@ buffers and the random state of that moment, and accumulates the same gradients 
 Where the number of batches is unknown, as many are read ahead as an accumulation window has, to know which one is the
 last and how long its window is. Several ranks tell each other which of them has no more batches, and the epoch ends on
 all of them when it ends on one. They ask when they have read a batch, and need the answer a step later, so that no step
-waits for a message: one more batch is read ahead.
+waits for a message: one more batch is read ahead. Batches whose targets are counted are read a window ahead, too.
 
 A data set may draw random numbers while it is read, interleaved with those of the model. The *replay state* of a batch
 is the random state (and the loader's state) right before it was read: resuming reads the batch again from there.
@@ -20,6 +20,7 @@ is the random state (and the loader's state) right before it was read: resuming 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from stratagem.runtime.context import Context
     from stratagem_trainer.progress import Position
+    from stratagem_trainer.token_loss import TargetCounts
 
 #: Reading batches again for longer than this gives a warning.
 _WARN_AFTER_S = 5.0
@@ -62,8 +64,12 @@ class Window:
 class ResumableBatches:
     """The batches of a fit's epochs, on this rank."""
 
-    def __init__(self, loader: Any, num_batches: float, run: Context, module: nn.Module) -> None:
+    def __init__(
+        self, loader: Any, num_batches: float, run: Context, module: nn.Module, targets: TargetCounts | None = None
+    ) -> None:
         self.run, self.module = run, module
+        #: Gets the batches of each accumulation window before it begins.
+        self.targets = targets
         self.use(loader, num_batches)
         #: Batches before this one were used by the run that is resumed, in a window that was still open.
         self.replay_until = 0
@@ -80,7 +86,8 @@ class ResumableBatches:
         """Take `num_batches` of `loader` from the next epoch on."""
         self.loader, self.num_batches = loader, num_batches
         # A limit does not say that the loader has that many.
-        self.looks_ahead = math.isinf(num_batches) or math.isinf(length(loader))
+        self.has_length = not (math.isinf(num_batches) or math.isinf(length(loader)))
+        self.looks_ahead = not self.has_length or self.targets is not None
         self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
     # --- What a checkpoint holds -----------------------------------------------------------------------------------
@@ -166,6 +173,8 @@ class ResumableBatches:
         """
         set_epoch(self.loader, position.epoch)
         self._accumulate = accumulate
+        if self.targets is not None:
+            self.targets.forget()
         resumed, self._resumed = self._resumed or {}, None
         now, self._now = self._now, None
         window, replay_states = resumed.get("window"), resumed.get("marks", {})
@@ -185,8 +194,8 @@ class ResumableBatches:
         ended = False
         # With one process, too, which may resume what several saved: a data set may draw random numbers between the
         # model's.
-        further = int(self.looks_ahead)
-        ends = LateFlag(self.run.collectives.duplicate("flags") if self.looks_ahead else self.run.collectives)
+        further = int(not self.has_length)
+        ends = LateFlag(self.run.collectives if self.has_length else self.run.collectives.duplicate("flags"))
 
         def take_asked() -> None:
             nonlocal ended
@@ -207,7 +216,7 @@ class ResumableBatches:
                 began = time.perf_counter()
                 batch = next(iterator, _END)
                 self.wait.add(began, self.loader)
-                if self.looks_ahead:
+                if not self.has_length:
                     asked.append(batch)
                     ends.send(batch is _END)
                 elif batch is _END:
@@ -232,8 +241,10 @@ class ResumableBatches:
             if not ahead:
                 return
             if batch_idx == start:
-                left = len(ahead) if self.looks_ahead else self.num_batches - start
+                left = self.num_batches - start if self.has_length else len(ahead)
                 size = int(min(accumulate - start % accumulate, left))
+                if self.targets is not None:
+                    self.targets.begin(itertools.islice(ahead, size))
             if window is not None and batch_idx == first:
                 self._buffers.restore(window["buffers"])
                 if window["random_state"] is not None:
@@ -242,14 +253,16 @@ class ResumableBatches:
                 random_state = self.random_state() if self.looks_ahead else None
                 self._window = Window(batch_idx, self._buffers.copies(), random_state)
             batch = ahead.popleft()
-            is_last = not ahead if self.looks_ahead else batch_idx + 1 >= self.num_batches
+            is_last = batch_idx + 1 >= self.num_batches if self.has_length else not ahead
+            if self.targets is not None and not is_last and (batch_idx + 1) % accumulate == 0:
+                self.targets.send(itertools.islice(ahead, accumulate))
             yield batch_idx, batch, is_last, size
             if window is not None and batch_idx + 1 == self.replay_until:
                 assert now is not None
                 self.restore_random_state(now)
             batch_idx += 1
             if is_last:
-                if not self.looks_ahead and batch_idx == length(self.loader):
+                if self.has_length and batch_idx == length(self.loader):
                     next(iterator, None)  # workers end normally when the loader is exhausted
                 return
 

@@ -45,12 +45,12 @@ class Loop(Protocol):
     run: Context
     train_batches: ResumableBatches
     accumulate: int
-    divisor: int
-    with_index: bool
     closes_over: bool
     clip: Callable[[Optimizer], Any] | None
     before_step: Callable[..., None] | None
     before_zero_grad: Callable[..., None] | None
+
+    def forward_backward(self, batch: Any, batch_idx: int, sync: bool) -> Any: ...
 
     def count_step(self, stepped: bool) -> None: ...
 
@@ -129,7 +129,7 @@ class ClosureStep:
         loop = self.loop
         self._zero_is_due = self._batch_idx % loop.accumulate == 0
         with torch.enable_grad():
-            outputs = self.run.step.train_step(batch, self._batch_idx, loop.divisor, sync, loop.with_index)
+            outputs = loop.forward_backward(batch, self._batch_idx, sync)
         if outputs is None and loop.closes_over:
             raise ConfigError(
                 f"training_step returned None under {type(self.optimizer).__name__}, which evaluates the model itself",

@@ -23,6 +23,7 @@ from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.module import overrides
 from stratagem_trainer.optimizer_handle import watched_steps
 from stratagem_trainer.signatures import takes
+from stratagem_trainer.token_loss import SummedLosses, UnevenTargets
 
 if TYPE_CHECKING:
     from stratagem_trainer.fit_state import FitState
@@ -40,8 +41,10 @@ class TrainLoop:
         self.settings, self.position = state.settings, state.position
         module = state.module
         self.accumulate = state.accumulate_grad_batches
-        #: Divides the loss of a batch: the number of batches of its accumulation window.
-        self.divisor = 1
+        #: Divides the loss of a batch: the number of batches of its accumulation window, or see `token_loss`.
+        self.divisor: float = 1
+        self.sums = SummedLosses(self.run, self.position, fit_state.BARRIER_TIMEOUT_S)
+        self.uneven = self._uneven_targets()
         self.with_index = takes(module.training_step, 2)
         self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
         self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
@@ -107,7 +110,10 @@ class TrainLoop:
         accumulates = self.settings.accumulate_grad_batches != 1
         if accumulates:
             self._check_accumulation(self.settings.accumulate_grad_batches)
-        refused = {"accumulate_grad_batches": accumulates, "gradient_clip_val": self.settings.gradient_clip_val}
+        refused = {
+            "accumulate_grad_batches": accumulates, "gradient_clip_val": self.settings.gradient_clip_val,
+            "loss_normalization": self.settings.loss_normalization != "batches",
+        }  # fmt: skip
         for option, is_set in refused.items():
             if manual and is_set:
                 raise ConfigError(
@@ -203,7 +209,7 @@ class TrainLoop:
         start, skipped = position.batches_done, self.run.step.skipped_batches
         batches = () if position.epoch_done else self.train_batches.epoch(position, self.accumulate)
         for batch_idx, batch, is_last, window_size in batches:
-            self.divisor = window_size if self.settings.average_short_window else self.accumulate
+            self.divisor = self._divisor(window_size)
             if batch_idx < self.train_batches.replay_until:
                 self._replay(batch, batch_idx)
                 continue
@@ -235,6 +241,20 @@ class TrainLoop:
             self._check_skipped()
         if position.epoch_done or position.batches_done > start:
             end_epoch(state, complete=position.epoch_done)
+
+    def _divisor(self, window_size: int) -> float:
+        """Return what the loss of the next batch is divided by, in a window of `window_size` batches."""
+        if self.train_batches.targets is not None:
+            return self.train_batches.targets.divisor()
+        if self.position.loss_divisor:
+            return self.position.loss_divisor
+        return window_size if self.settings.average_short_window else self.accumulate
+
+    def _uneven_targets(self) -> UnevenTargets | None:
+        run, settings = self.run, self.settings
+        several = settings.accumulate_grad_batches != 1 or run.mesh.num_data_shards > 1
+        asked = "loss_normalization" in settings.origins or run.manual
+        return UnevenTargets() if several and not asked and run.is_global_zero else None
 
     def _end_longer_epoch(self) -> None:
         position, now = self.position, self.train_batches.num_batches
@@ -268,13 +288,15 @@ class TrainLoop:
             state.stage_metrics.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:
                 self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
-            run.step.train_step(batch, batch_idx, self.divisor, False, self.with_index)
+            self.forward_backward(batch, batch_idx, False)
         finally:
             state.stage_metrics = stage_metrics
 
     def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         state, run = self.state, self.run
         state.trains_last_batch = is_last
+        if self.uneven is not None:
+            self.uneven = self.uneven.see(batch)
         batch = run.hooks.transfer_batch(batch=batch, run=run)
         state.stage_metrics.batch = batch
         if self.batch_start is not None:
@@ -298,10 +320,19 @@ class TrainLoop:
         if state.stage_metrics.metrics:
             log_step(state, self._out_of_steps() or (is_last and position.epoch + 1 == self.settings.max_epochs))
 
+    def forward_backward(self, batch: Any, batch_idx: int, sync: bool) -> Any:
+        """Add the gradients of `batch`, the last one of its window if `sync`; return what `training_step` returned."""
+        outputs = self.run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
+        if type(outputs) is dict and "count" in outputs:
+            self.sums.add(outputs, self.divisor, self.run.optimizers if sync else None)
+        elif self.sums.are_known:
+            self.sums.refuse_uncounted(outputs)
+        return outputs
+
     def _train(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
         run, optimizer = self.run, self.optimizer
-        outputs = run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
+        outputs = self.forward_backward(batch, batch_idx, sync)
         if not sync or optimizer is None:
             return outputs
         if self.before_step is not None:
@@ -319,7 +350,7 @@ class TrainLoop:
     def _train_several(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """As `_train`: all optimizers step after the backward that ends a window, which counts as one step."""
         run, optimizers = self.run, self.run.optimizers
-        outputs = run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
+        outputs = self.forward_backward(batch, batch_idx, sync)
         if not sync:
             return outputs
         if self.before_step is not None:

@@ -32,6 +32,8 @@ class Position:
     validated: bool = True
     #: Optimizer steps that a loss scale skipped.
     skipped_steps: int = 0
+    #: Divides losses that are sums, once their counts are known; 0 before: see `stratagem_trainer.token_loss`.
+    loss_divisor: float = 0.0
     #: Batches that were validated and tested, by stage and loader: the step axis of what their steps log.
     evaluated_batches: dict[str, int] = field(factory=dict, repr=False)
     #: This process's random state at the start of the epoch.
@@ -42,7 +44,8 @@ class Position:
             "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
             "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
             "batches_of_earlier_epochs": self.batches_of_earlier_epochs,
-            "skipped_steps": self.skipped_steps, "evaluated_batches": dict(self.evaluated_batches),
+            "skipped_steps": self.skipped_steps, "loss_divisor": self.loss_divisor,
+            "evaluated_batches": dict(self.evaluated_batches),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

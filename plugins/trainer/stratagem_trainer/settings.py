@@ -30,6 +30,7 @@ from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
 from stratagem_trainer.api import has_role
 from stratagem_trainer.moved_methods import refuse_moved_callbacks
+from stratagem_trainer.token_loss import normalization
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -55,6 +56,10 @@ class TrainerSettings(RunSettings):
     accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
     #: Divide the gradients of an epoch's last batches, if fewer than `accumulate_grad_batches`, by their own number.
     average_short_window: bool = True
+    #: "batches": the loss of a step is the mean over its batches; "tokens": over the class targets in
+    #: ``batch["labels"]`` of the accumulation window, on all ranks. A dictionary names other targets:
+    #: ``{"labels": 1, "ignore_index": 0, "shifted": True}``.
+    loss_normalization: str | dict[str, Any] = field(default="batches", validator=normalization)
     #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
     gradient_clip_val: float | None = field(default=None, validator=more_than(0))
     #: "norm" limits the norm of all gradients together, "value" limits each number.

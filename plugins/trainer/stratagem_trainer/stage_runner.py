@@ -29,6 +29,7 @@ from stratagem_trainer.optimizer_handle import OptimizerHandle
 from stratagem_trainer.optimizers import read
 from stratagem_trainer.progress import LIGHTNING_VERSION
 from stratagem_trainer.request import RequestLoaders, StageRequest
+from stratagem_trainer.token_loss import target_counts
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -128,7 +129,8 @@ class StageRunner:
         run.prepare(self.module, self._make_optimizers)
         self._make_fit_loaders()
         earlier, state.make_loaders = state.train_batches, None
-        train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module)
+        counts = target_counts(self.settings.loss_normalization, run)
+        train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module, counts)
         if earlier is not None and resumed is None:
             train_batches.resume(earlier.state_dict(state.position), earlier.random_state())
         state.train_batches, state.use_loader = train_batches, self.use_loader

@@ -77,6 +77,7 @@ class Trainer(View):
         max_time: timedelta | Mapping[str, float] | str | float | None = None,
         accumulate_grad_batches: int | dict[int, int] = 1,
         average_short_window: bool = True,
+        loss_normalization: str | dict[str, Any] = "batches",
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         limit_train_batches: float | None = None,

@@ -140,12 +140,12 @@ def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextMana
 
 
 @hookspec(firstresult=True)
-def forward_backward(module: nn.Module, batch: Any, batch_idx: int, divisor: int, run: RunContext) -> Any:
+def forward_backward(module: nn.Module, batch: Any, batch_idx: int, divisor: float, run: RunContext) -> Any:
     """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
 
-    Return what ``training_step`` returns. Differentiate its loss divided by `divisor`, the number of batches that are
-    accumulated, with `Run.backward`, which calls the hooks `on_before_backward` and `on_after_backward`. Default:
-    ``run.forward_backward(batch, batch_idx, divisor)``.
+    Return what ``training_step`` returns. Differentiate its loss divided by `divisor`, which is the number of batches
+    that are accumulated unless targets are counted, with `Run.backward`, which calls the hooks `on_before_backward` and
+    `on_after_backward`. Default: ``run.forward_backward(batch, batch_idx, divisor)``.
     """
 
 

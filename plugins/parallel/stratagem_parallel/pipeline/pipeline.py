@@ -209,7 +209,7 @@ class Pipeline:
         """Whether this rank's stage computes the loss."""
         return self.rank == self.runner.last_rank
 
-    def train(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+    def train(self, batch: Any, batch_idx: int, divisor: float) -> Any:
         """Run forward and backward of `batch`; return what `training_step` returns. Collective."""
         run, runner = self.run, self.runner
         parts = split(batch, self.microbatches)
@@ -294,7 +294,7 @@ class Pipeline:
 class _TrainingStep:
     """One batch: `training_step` of each micro-batch, see [Note: the step of a micro-batch]."""
 
-    def __init__(self, pipeline: Pipeline, parts: list[Any], batch_idx: int, divisor: int) -> None:
+    def __init__(self, pipeline: Pipeline, parts: list[Any], batch_idx: int, divisor: float) -> None:
         assert pipeline._interception is not None, "the pipeline is open"
         self.interception = pipeline._interception
         self.pipeline, self.parts, self.batch_idx = pipeline, parts, batch_idx

@@ -1,0 +1,237 @@
+"""Gradients of the mean loss of all targets of an accumulation window, on all ranks.
+
+[Note: loss per token]
+The mean of the losses of batches is the mean over targets only if each batch has as many. Otherwise, with n targets in
+a batch and N of them in the window on all ranks, the mean of a batch counts n / N; the sum of a batch counts 1 / N.
+Strategies average gradients over ranks, so N is divided by the number of ranks: the *share* below. Ranks of `tensor`
+and `pipeline` have the same batches, and those of `context` parts of one: the mean over all ranks is the same.
+
+Losses that are means are multiplied by n and divided by the share before their backward (`TargetCounts`): targets are
+counted in the batches as the loader yields them, a window ahead, and the share of a window arrives while the last
+batch of the window before trains.
+
+Losses that are sums, which `training_step` returns with their count, are known when the last batch of a window has been
+computed (`SummedLosses`). They are divided by a fixed number, near the usual share so that 16-bit gradients neither
+vanish nor overflow, and gradients are corrected before the step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from stratagem.api import STEPPED_COPIES
+from stratagem.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from stratagem.runtime.context import Context
+    from stratagem_trainer.progress import Position
+
+
+@frozen(kw_only=True)
+class Targets:
+    """Which elements of a batch are targets."""
+
+    #: Key or position of the class targets in a batch, any shape.
+    labels: str | int = "labels"
+    #: Targets with this value do not count, as in ``torch.nn.functional.cross_entropy``.
+    ignore_index: int = -100
+    #: The model predicts each element from those before it in the last dimension, so the first one is not a target.
+    shifted: bool = False
+
+    def count(self, batch: Any) -> int:
+        """Return the number of targets in `batch`.
+
+        Raises:
+            ConfigError: `batch` has no such labels.
+        """
+        labels = self.find(batch)
+        if labels is None:
+            keys = [str(key) for key in batch] if isinstance(batch, Mapping) else []
+            has = f"a {type(batch).__name__}" + (f" with {', '.join(keys)}" if keys else "")
+            raise ConfigError(
+                f"loss_normalization counts {self.labels!r} of a batch, and the loader yields {has}",
+                expected="class targets there",
+                do=nearest(str(self.labels), keys) or 'name them: loss_normalization={"labels": KEY_OR_POSITION}',
+            )
+        if self.shifted:
+            labels = labels[..., 1:]
+        return int((labels != self.ignore_index).sum())
+
+    def find(self, batch: Any) -> torch.Tensor | None:
+        """Return the class targets of `batch`; None if it has none."""
+        try:
+            found = batch[self.labels]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+        is_class = isinstance(found, torch.Tensor) and found.dim() and not found.is_floating_point()
+        return found if is_class else None
+
+
+def read(value: str | Mapping[str, Any]) -> Targets | None:
+    """Return what ``Trainer(loss_normalization=...)`` means; None for "batches".
+
+    Raises:
+        ConfigError: neither "batches", "tokens" nor options of `Targets`.
+    """
+    if value == "batches":
+        return None
+    names = Targets.__annotations__
+    if isinstance(value, Mapping) and all(name in names for name in value):
+        return Targets(**value)
+    if value == "tokens":
+        return Targets()
+    raise ConfigError(
+        f"loss_normalization is {value!r}",
+        expected=f'"batches", "tokens", or a dictionary with {", ".join(names)}',
+    )
+
+
+def normalization(_: Any, __: Any, value: Any) -> None:
+    """Accept what `read` reads."""
+    read(value)
+
+
+class TargetCounts:
+    """The targets of accumulation windows, on this rank and on average; see [Note: loss per token]. Collective."""
+
+    def __init__(self, targets: Targets, run: Context) -> None:
+        self._targets = targets
+        self._among = run.peers.duplicate("targets").unchecked
+        self._counts: deque[int] = deque()
+        self._next: list[int] = []
+        self._answer: Any = None
+        self._share = 0.0
+
+    def send(self, window: Iterable[Any]) -> None:
+        """Count the targets in the batches of the next `window`, and tell the other ranks."""
+        self._next = [self._targets.count(batch) for batch in window]
+        self._answer = self._among.average_async(torch.tensor(float(sum(self._next)), dtype=torch.float64))
+
+    def begin(self, window: Iterable[Any]) -> None:
+        """Begin a window: that which was sent, or if none was (training begins), `window`."""
+        if self._answer is None:
+            self.send(window)
+        self._share, self._answer = float(self._answer.wait()), None
+        self._counts = deque(self._next)
+
+    def forget(self) -> None:
+        """Forget a window that was sent: its epoch ended early."""
+        self._answer = None
+
+    def divisor(self) -> float:
+        """Return what to divide the mean loss of the window's next batch by."""
+        count = self._counts.popleft()
+        return self._share / count if count else math.inf if self._share else 1.0
+
+
+def target_counts(normalization: str | Mapping[str, Any], run: Context) -> TargetCounts | None:
+    """Return what counts targets for ``Trainer(loss_normalization=normalization)``; None for "batches". Collective."""
+    targets = read(normalization)
+    return None if targets is None else TargetCounts(targets, run)
+
+
+class SummedLosses:
+    """Losses that are sums, returned with their count; see [Note: loss per token]."""
+
+    def __init__(self, run: Context, position: Position, limit_s: float) -> None:
+        self.run, self.position, self._limit_s = run, position, limit_s
+        self._total: Any = 0.0
+        #: `training_step` has returned a count.
+        self.are_known = False
+
+    def add(self, outputs: dict[str, Any], divisor: float, optimizers: Sequence[Optimizer] | None) -> None:
+        """Add the count in `outputs`; correct gradients if `optimizers` step now. The loss was divided by `divisor`."""
+        if not self.are_known:
+            self._check()
+            self.are_known = True
+        # `dp` and `pipeline` average losses over parts of a batch, so their counts are averaged as well
+        count = torch.as_tensor(outputs["count"], device=self.run.device)
+        self._total = self._total + count.detach().to(_exact(self.run.device)).mean()
+        if optimizers is None:
+            return
+        total, self._total = self._total, 0.0
+        share = self.run.peers.unchecked.average_async(total).wait()
+        factor = torch.where(share > 0, divisor / share, 0.0)
+        for optimizer in optimizers:
+            _scale_gradients(optimizer, factor)
+        if not self.position.loss_divisor:
+            known = max(float(share), 1e-30)
+            self.position.loss_divisor = 2.0 ** round(math.log2(known))  # a power of two changes no digit
+
+    def refuse_uncounted(self, outputs: Any) -> None:
+        """Refuse `outputs` without a count after some with one."""
+        if outputs is not None:
+            raise ConfigError(
+                f"training_step returned a 'count' before, and none on rank {self.run.rank} now",
+                expected="the count of targets with each sum", do="return 0 where a batch has none",
+            )  # fmt: skip
+
+    def _check(self) -> None:
+        run = self.run
+        strategy = run.stack.strategy
+        if STEPPED_COPIES in strategy.capabilities.provides:
+            raise ConfigError(
+                f"training_step returned a 'count', and {run.title_of(strategy)} keeps gradients to itself",
+                expected="a mean loss, whose targets are counted before it is computed",
+                do='return the mean, and set loss_normalization="tokens"',
+            )
+        if run.peers.world_size > 1:
+            run.peers.barrier_with_timeout("training_step with a 'count'", self._limit_s)
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _scale_gradients(optimizer: Optimizer, factor: torch.Tensor) -> None:
+    """Multiply the gradients of `optimizer` by `factor`, in place; of sharded ones this rank's shards."""
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                groups.setdefault(local.device, []).append(local)
+    for device, gradients in groups.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+class UnevenTargets:
+    """Tells once that batches have different numbers of targets, where the loss is the mean over batches."""
+
+    def __init__(self) -> None:
+        self._left = 8
+        self._counts: set[int] = set()
+        self._some_ignored = False
+
+    def see(self, batch: Any) -> UnevenTargets | None:
+        """Look at one of the first batches; return what looks at the next one."""
+        self._left -= 1
+        found = [(each, labels) for each in _USUAL if (labels := each.find(batch)) is not None]
+        if not found:
+            return None
+        targets, labels = found[0]
+        self._counts.add(targets.count(batch))
+        self._some_ignored = self._some_ignored or bool((labels == targets.ignore_index).any())
+        if self._some_ignored and len(self._counts) > 1:
+            warnings.warn(
+                f"batches have {min(self._counts)} and {max(self._counts)} targets that are not {targets.ignore_index}"
+                ", and the loss of a step is the mean of their means: a target counts more in a batch with few. To "
+                'count all alike, set loss_normalization="tokens" or return {"loss": SUM, "count": NUMBER}; '
+                '"batches" says that this is meant',
+                stacklevel=2,
+            )
+            return None
+        return self if self._left else None
+
+
+#: Where batches have labels, of transformers or as pairs.
+_USUAL = (Targets(), Targets(labels=1))

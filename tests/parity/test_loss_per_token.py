@@ -1,0 +1,235 @@
+"""The gradient of a step is that of the mean over all targets of its window, on all ranks, under every strategy."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import stratagem as sg
+from stratagem.api.seeding import seeded
+from stratagem.errors import ConfigError
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import relative_difference
+from stratagem_testing.training import share, weights_of
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}  # fmt: skip
+WORDS, LENGTH, SAMPLES = 23, 8, 8
+MASKS = ("some", "prompts", "one sample")
+
+
+class Reader(sg.Module):
+    """Scores each next word from the word before it; its loss is a mean, or a sum with the number of targets."""
+
+    def __init__(self, returns="mean", lr=0.1):
+        super().__init__()
+        self.returns, self.lr = returns, lr
+        with seeded(3):
+            layers = [nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh()]
+            self.net = nn.Sequential(*layers, nn.Linear(16, WORDS))
+
+    @property
+    def sequential_module(self):
+        return self.net
+
+    def parallel_plan(self):
+        return {"net.1": "colwise", "net.3": "rowwise"}
+
+    def training_step(self, batch, batch_idx):
+        scores, targets = 6 * self.net(batch[0]).flatten(0, 1), batch[1].flatten()
+        if self.returns == "mean":
+            return F.cross_entropy(scores, targets)
+        return {"loss": F.cross_entropy(scores, targets, reduction="sum"), "count": (targets != -100).sum()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def texts(mask, steps=7):
+    """Return batches of words and targets, of which samples have different numbers."""
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(WORDS, (steps, SAMPLES, LENGTH), generator=generator)
+    targets = torch.randint(WORDS, (steps, SAMPLES, LENGTH), generator=generator)
+    draw = torch.rand(steps, SAMPLES, LENGTH, generator=generator)
+    if mask == "some":
+        ignored = draw < 0.7
+    elif mask == "prompts":  # no rank, micro-batch and part of a sequence without a target
+        prompts = (torch.arange(SAMPLES) + torch.arange(steps)[:, None]) % (LENGTH - 1)
+        ignored = torch.arange(LENGTH) < prompts[..., None]
+    else:  # nearly all targets are those of one sample
+        ignored = (torch.arange(SAMPLES) != 1)[:, None] & (torch.arange(LENGTH) != 0) & (torch.arange(LENGTH) != 7)
+        ignored = ignored.expand(steps, SAMPLES, LENGTH)
+    return list(zip(words, targets.masked_fill(ignored, -100), strict=True))
+
+
+def plain(batches, accumulate, max_norm=None):
+    """Return the weights after plain steps on whole windows, and the largest norm of a gradient."""
+    model, norms = Reader("sum"), []
+    optimizer = model.configure_optimizers()
+    for start in range(0, len(batches), accumulate):
+        outputs = [model.training_step(batch, 0) for batch in batches[start : start + accumulate]]
+        (sum(each["loss"] for each in outputs) / sum(each["count"] for each in outputs)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, max(norms)
+
+
+def _trained(rank, world_size, strategy, returns, masks, windows):
+    """Return the difference from one plain process for each mask and window, and the smallest norm."""
+    found, norms = {}, []
+    normalization = "batches" if returns == "sum" else {"labels": 1}
+    for mask in masks:
+        batches = texts(mask)
+        for accumulate, max_norm in windows:
+            expected, norm = plain(batches, accumulate, max_norm)
+            norms.append(norm)
+            trainer = sg.Trainer(
+                strategy=strategy, devices=world_size, accumulate_grad_batches=accumulate, gradient_clip_val=max_norm,
+                loss_normalization=normalization, **QUIET,
+            )  # fmt: skip
+            trainer.fit(Reader(returns), share(trainer, batches))
+            found[mask, accumulate, max_norm] = relative_difference(weights_of(trainer), expected)
+    return found, min(norms)
+
+
+STRATEGIES = {
+    "ddp": "ddp",
+    "ddp_sharded": "ddp_sharded",
+    "fsdp": "fsdp",
+    "tensor": {"name": "parallel", "tensor": 2},
+    "context": {"name": "parallel", "context": 2, "context_checks": False},  # words are scored one by one
+    "pipeline": {"name": "parallel", "pipeline": 2, "microbatches": 4},
+    "shard": {"name": "parallel", "shard": 2},
+    "deepspeed_stage_1": "deepspeed_stage_1",
+    "deepspeed_stage_2": "deepspeed_stage_2",
+    "deepspeed_stage_3": "deepspeed_stage_3",
+}
+WINDOWS = ((1, None), (3, 0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.every_push("mean-fsdp", "sum-ddp", "sum-pipeline", "mean-context", "mean-deepspeed_stage_2")
+@pytest.mark.parametrize(
+    ("returns", "strategy"),
+    [("mean", name) for name in STRATEGIES] + [("sum", name) for name in STRATEGIES if "deepspeed" not in name],
+)
+def test_each_target_counts_alike(returns, strategy):
+    for found, norm in run_in_processes(_trained, 2, STRATEGIES[strategy], returns, MASKS, WINDOWS, limit_s=360):
+        assert norm > 1
+        assert {case: distance for case, distance in found.items() if not distance < 1e-6} == {}
+        assert len(found) == len(MASKS) * len(WINDOWS)
+
+
+def test_a_sum_is_refused_where_an_engine_has_the_gradients():
+    trainer = sg.Trainer(strategy="deepspeed_stage_1", devices=1, **QUIET)
+    with pytest.raises(ConfigError, match="returned a 'count', and strategy 'deepspeed_stage_1' keeps gradients"):
+        trainer.fit(Reader("sum"), texts("some"))
+
+
+class Unsized:
+    """A loader without a length."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class SavesAt(sg.Callback):
+    def __init__(self, batch, path):
+        self.batch, self.path = batch, path
+
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer, batch_idx):
+        if batch_idx == self.batch and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _resumed(rank, world_size, folder, returns, sized):
+    """Return the weights of a run, and those of runs that continue from checkpoints within it."""
+
+    def fit(path=None, **arguments):
+        trainer = sg.Trainer(
+            strategy="ddp", devices=world_size, accumulate_grad_batches=3, default_root_dir=folder,
+            loss_normalization="batches" if returns == "sum" else {"labels": 1}, **(QUIET | {"max_epochs": 2}), **arguments,
+        )  # fmt: skip
+        batches = share(trainer, texts("prompts"))
+        trainer.fit(Reader(returns), batches if sized else Unsized(batches), ckpt_path=path)
+        return weights_of(trainer)
+
+    paths = {batch: folder / f"{batch}.ckpt" for batch in (1, 2, 4, 5, 6)}
+    whole = fit(callbacks=[SavesAt(batch, path) for batch, path in paths.items()])
+    return whole, {batch: fit(path) for batch, path in paths.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.every_push("sized-sum", "unsized-mean")
+@pytest.mark.parametrize("returns", ["mean", "sum"])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_a_run_resumes_within_a_window(tmp_path, returns, sized):
+    for whole, resumed in run_in_processes(_resumed, 2, tmp_path, returns, sized):
+        assert {batch for batch, weights in resumed.items() if relative_difference(weights, whole) != 0} == set()
+
+
+@pytest.mark.parametrize(("returns", "precision"), [("mean", "32-true"), ("mean", "16-mixed"), ("sum", "32-true")])
+def test_loaders_without_a_length(returns, precision):
+    expected, _ = plain(texts("prompts"), 3)
+    normalization = "batches" if returns == "sum" else {"labels": 1}
+    trainer = sg.Trainer(accumulate_grad_batches=3, precision=precision, loss_normalization=normalization, **QUIET)
+    trainer.fit(Reader(returns), Unsized(texts("prompts")))
+    assert relative_difference(weights_of(trainer), expected) < (1e-6 if precision == "32-true" else 2e-3)
+
+
+class Lbfgs(Reader):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
+
+
+def test_a_closure_evaluates_sums():
+    weights = []
+    for returns in ("mean", "sum"):
+        trainer = sg.Trainer(**QUIET)
+        trainer.fit(Lbfgs(returns), texts("prompts", steps=3))
+        weights.append(weights_of(trainer))
+    assert relative_difference(*weights) < 1e-5
+
+
+class CountsFirst(Reader):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return output if batch_idx == 0 else output["loss"] / output["count"]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Reader(), {"loss_normalization": "tokens"}, "counts 'labels' of a batch, and the loader yields a tuple"),
+        (Reader(), {"loss_normalization": {"label": 1}}, "loss_normalization is {'label': 1}"),
+        (Reader(), {"loss_normalization": "token"}, "loss_normalization is 'token'"),
+        (CountsFirst("sum"), {}, "returned a 'count' before, and none on rank 0 now"),
+    ],
+)
+def test_what_cannot_be_counted_is_an_error(module, options, message):
+    with pytest.raises(ConfigError, match=message):
+        sg.Trainer(**QUIET, **options).fit(module, texts("some"))
+
+
+def _warned(rank, world_size, options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = sg.Trainer(strategy="ddp", devices=world_size, **QUIET, **options)
+        trainer.fit(Reader(), share(trainer, texts("some")))
+    return [str(each.message) for each in caught if "targets that are not" in str(each.message)]
+
+
+def test_a_mean_of_means_is_told_once():
+    first, second = run_in_processes(_warned, 2, {})
+    assert len(first) == 1
+    assert 'set loss_normalization="tokens"' in first[0]
+    assert second == []
+    assert run_in_processes(_warned, 2, {"loss_normalization": "batches"}) == [[], []]
