@@ -199,6 +199,30 @@ def test_a_closure_evaluates_sums():
     assert relative_difference(*weights) < 1e-5
 
 
+class Tries(sg.Callback):
+    def __init__(self):
+        self.tried, self.shown = [], []
+
+    @sg.hookimpl
+    def on_fit_start(self, trainer):
+        with trainer.trial_steps("a test") as step:
+            self.tried = [float(step(batch, number)) for number, batch in enumerate(texts("prompts", steps=4))]
+
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer):
+        self.shown.append(float(trainer.progress_bar_metrics["loss"]))
+
+
+def test_a_sum_is_shown_and_tried_as_a_mean():
+    found = []
+    for returns in ("mean", "sum"):
+        callback = Tries()
+        sg.Trainer(callbacks=callback, **QUIET).fit(Reader(returns), texts("prompts"))
+        found.append([*callback.tried, *callback.shown])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert len(found[0]) == 4 + 7
+
+
 class CountsFirst(Reader):
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)

@@ -11,7 +11,7 @@ from attrs import define, field
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import StratagemError
-from stratagem_trainer.api import Callback
+from stratagem_trainer.api import Callback, mean_loss
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
@@ -43,10 +43,10 @@ class SpikeDetection(Callback):
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, outputs: Any, batch_idx: int) -> None:
-        loss: Any = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = mean_loss(outputs)
         if loss is None:
             return
-        value = float(trainer.run.collectives.all_reduce(loss.detach().float().clone(), "mean"))
+        value = float(trainer.run.collectives.all_reduce(loss.float().clone(), "mean"))
         if self._is_spike(value):
             self.spikes.append((trainer.current_epoch, batch_idx, value))
             self._report(trainer, batch_idx, value)

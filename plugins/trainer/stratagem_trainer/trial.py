@@ -11,8 +11,12 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem.stack import identity
+from stratagem_trainer import fit_state
+from stratagem_trainer.api import mean_loss
 from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.progress import Position
 from stratagem_trainer.signatures import takes
+from stratagem_trainer.token_loss import SummedLosses
 
 if TYPE_CHECKING:
     from stratagem_trainer.fit_state import FitState
@@ -79,8 +83,11 @@ def _step(state: FitState, batch: Any, number: int) -> torch.Tensor:
             f"training_step returned None for batch {number} of a trial", expected="a loss: a trial skips no batch",
             do="remove the callback, or return the loss",
         )  # fmt: skip
-    loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     (optimizer,) = state.run.optimizers
+    if isinstance(outputs, dict) and "count" in outputs:
+        SummedLosses(run, Position(), fit_state.BARRIER_TIMEOUT_S).add(outputs, 1, [optimizer])
+    loss = mean_loss(outputs)
+    assert loss is not None, "it was differentiated"
     run.step.optimizer_step(optimizer)
     optimizer.zero_grad()
-    return run.collectives.all_reduce(loss.detach().float().clone(), "mean")
+    return run.collectives.all_reduce(loss.float().clone(), "mean")

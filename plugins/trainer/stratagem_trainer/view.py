@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from stratagem.api.capabilities import ACCUMULATION
 from stratagem.api.paths import as_path
 from stratagem.api.validators import read_accumulation
 from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.errors import ConfigError
 from stratagem_trainer import fit_state
-from stratagem_trainer.api import SavedCheckpoint, has_role
+from stratagem_trainer.api import SavedCheckpoint, has_role, mean_loss
 from stratagem_trainer.call_view import CallView
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 from stratagem_trainer.metrics import LogOptions
@@ -202,9 +200,8 @@ class View(CallView):
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
-        outputs = self._state.last_outputs
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        shown = {"loss": loss.detach()} if isinstance(loss, torch.Tensor) and loss.numel() == 1 else {}
+        loss = mean_loss(self._state.last_outputs)
+        shown = {} if loss is None else {"loss": loss}
         for name, value in self._state.stage_metrics.step_values().items():
             if self._state.stage_metrics.shown(name, "prog_bar"):
                 shown[name] = value
