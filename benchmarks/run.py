@@ -60,6 +60,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "comm_hooks": Benchmark("Communication hooks"),
     "sharded": Benchmark("Strategies beside the engines that they wrap"),
     "deepspeed_overhead": Benchmark("DeepSpeed", quick=("--rounds", "2", "--stages", "1", "--steps", "10")),
+    "finetuning": Benchmark("Fine-tuning", column=3),
     "compile": Benchmark("Compiled steps", quick=None),
     "checkpoints": Benchmark("Saving and loading"),
     "launch": Benchmark("Start and end of a run"),

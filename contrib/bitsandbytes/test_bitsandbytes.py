@@ -1,5 +1,9 @@
 """The precisions train as plain PyTorch does on the rounded weights, and the 8-bit optimizers work as others do."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import bitsandbytes as bnb
@@ -592,3 +596,42 @@ def test_a_small_gpt_learns_as_with_adamw():
     mean = [sum(losses[-20:]) / 20 for losses in (exact, eight)]
     assert mean[0] < 0.7 * exact[0]
     assert mean[1] == pytest.approx(mean[0], rel=0.02), mean
+
+
+# --- Adapters alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "rounded_when"), [("nf4", "saved"), ("fp4-dq", "loaded"), ("int8", "saved")])
+def test_adapters_fit_the_same_base_in_full_precision_and_no_other(mode, rounded_when, tmp_path):
+    path, chosen = tmp_path / "adapters.ckpt", [precision(mode), "32-true"]
+    saving, loading = chosen if rounded_when == "saved" else chosen[::-1]
+    trainer, module, again = sg.Trainer(**arguments_of(1, chosen=saving)), AdaptedNet(), AdaptedNet()
+    trainer.fit(module, joined_batches(2, 8))
+    trainer.save_checkpoint(path, weights_only=True, trainable_only=True)
+    sg.Trainer(**arguments_of(1, chosen=loading)).validate(again, joined_batches(1, 8), ckpt_path=path)
+
+    loaded = dict(again.named_parameters())
+    assert all(
+        torch.equal(loaded[name], value) for name, value in module.named_parameters() if "up" in name or "down" in name
+    )
+    other = AdaptedNet(seed=7)
+    for name, value in other.named_parameters():
+        if name.endswith("bias"):
+            value.data = dict(module.named_parameters())[name].detach().clone()
+    with pytest.raises(CheckpointError, match=r"the frozen '.*base.weight' of this model has other values"):
+        sg.Trainer(**arguments_of(1, chosen=loading)).validate(other, joined_batches(1, 8), ckpt_path=path)
+
+
+def test_the_example_trains_on_two_ranks(tmp_path):
+    pytest.importorskip("peft")
+    example = Path(__file__).parents[2] / "examples" / "qlora.py"
+    command = [sys.executable, example, "--strategy", "ddp", "--devices", "2", "--accelerator", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+
+    assert done.returncode == 0, done.stderr
+    before, in_training = map(float, re.search(r"layers: (\d+) kB before, (\d+) kB", done.stdout).groups())
+    loss, on_the_base = map(float, re.search(r"loss ([\d.]+), on .* ([\d.]+)", done.stdout).groups())
+    assert in_training < before / 7
+    assert loss < 2.5  # log(32) is 3.47
+    assert abs(on_the_base - loss) < 0.5
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()

@@ -295,13 +295,48 @@ WHERE_IT_CHANGED = pytest.mark.when_changed("examples/")
     ],
 )
 def test_examples(script, printed, most, arguments):
+    (number,) = re.findall(printed, run_example(script, *arguments))
+
+    assert float(number) <= most
+    assert float(number) >= 0.9 or script != "transformers_finetune"
+    assert len((EXAMPLES / f"{script}.py").read_text().splitlines()) < 40
+
+
+@pytest.mark.every_push("32-true")
+@pytest.mark.slow
+@WHERE_IT_CHANGED
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_example_of_full_fine_tuning_writes_what_transformers_reads(precision):
+    from transformers import LlamaForCausalLM
+
+    said = run_example("full_finetune", "--devices", "2", "--precision", precision)
+    trained, of_the_folder = map(float, re.search(r"val_loss ([\d.]+), of the folder ([\d.]+)", said).groups())
+    tokens = torch.arange(32)[:, None].add(torch.arange(8)) % 32
+    with torch.no_grad():
+        loss = float(LlamaForCausalLM.from_pretrained("finetuned")(input_ids=tokens, labels=tokens).loss)
+
+    assert trained < 0.5  # log(32) is 3.47
+    assert abs(of_the_folder - trained) < 0.05
+    assert abs(loss - trained) < 0.05
+
+
+@pytest.mark.every_push("ddp")
+@pytest.mark.slow
+@WHERE_IT_CHANGED
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_example_of_preference_tuning_learns_what_is_preferred(strategy):
+    said = run_example("dpo", "--devices", "2", "--strategy", strategy)
+    before, after = map(float, re.search(r"accuracy ([\d.]+), then ([\d.]+)", said).groups())
+
+    assert before < 0.7
+    assert after > 0.95
+
+
+def run_example(script, *arguments):
+    """Run an example in the current folder; return what it printed."""
     path = EXAMPLES / f"{script}.py"
     command = [sys.executable, str(path), "--accelerator", "cpu", "--enable_progress_bar", "false", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
     done = scripts.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-
     assert done.returncode == 0, done.stdout + done.stderr
-    (number,) = re.findall(printed, done.stdout)
-    assert float(number) <= most
-    assert float(number) >= 0.9 or script != "transformers_finetune"
-    assert len(path.read_text().splitlines()) < 40
+    return done.stdout

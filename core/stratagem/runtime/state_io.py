@@ -154,7 +154,7 @@ def load_model(
             run.whole_state = whole
         # Other ranks than the first may have no values.
         is_first, names = run.is_global_zero, strict
-        strict = together(run.collectives, lambda: check_part(state, frozen, own, names, path, values=is_first))
+        strict = together(run.collectives, lambda: check_part(state, frozen, own, module, names, path, is_first))
     state = with_own_extras(state, module)
     with applying(f"{path}: state_dict"):
         run.ask("load_model_state", state=state, module=module, strict=strict)

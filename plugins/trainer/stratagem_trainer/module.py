@@ -296,7 +296,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         module = cls(**arguments_from(cls, state, arguments, checkpoint_path))
         build(module)
         weights, frozen = state["state_dict"], state.get("frozen")
-        strict = check_part(weights, frozen, module.state_dict(), strict, checkpoint_path)
+        strict = check_part(weights, frozen, module.state_dict(), module, strict, checkpoint_path)
         load_weights(module, weights, strict)
         return module if map_location is None else module.to(map_location)
 
