@@ -65,6 +65,33 @@ LOADERS = {
 }
 
 
+class Counted(Augmented):
+    """Counts how many samples were read."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("kind", "reads"), [(StatefulDataLoader, 36), (DataLoader, 72)])
+@pytest.mark.parametrize("short", [True, False], ids=["several", "one"])
+def test_a_stateful_loader_reads_nothing_again(tmp_path, kind, reads, short):
+    long, data = Counted(72, 0), Counted(24, 100)
+    loaders = [kind(long, 4, shuffle=True), *([kind(data, 4, shuffle=True)] if short else [])]
+    sg.Trainer(max_steps=9, **QUIET).fit(model := Joint(), loaders)
+    model.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    long.reads = data.reads = 0
+    sg.Trainer(max_epochs=1, **QUIET).fit(Joint(), loaders, ckpt_path=tmp_path / "a.ckpt")
+
+    assert long.reads == reads
+    if short:  # in its second pass it is at batch 3; 9 more follow, and the first pass is not read again
+        assert data.reads == 36 + (0 if kind is StatefulDataLoader else 12)
+
+
 class Joint(Net):
     """Remembers which samples it has trained on; dropout draws between the batches."""
 
