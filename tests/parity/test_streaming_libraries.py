@@ -29,6 +29,7 @@ import stratagem as sg
 import transformers.feature_extraction_utils  # streaming uses it, and it looks for torchvision
 for name in ("", ".datasets", ".transforms", ".transforms.functional"):
     sys.modules[f"torchvision{name}"] = MagicMock()
+sys.modules["torchvision.datasets"].VisionDataset = type("VisionDataset", (), {})
 folder = Path(sys.argv[1])
 
 
