@@ -20,6 +20,7 @@ _MODULES = {
     "Run": "stratagem.runtime.run",
     "Module": "stratagem_trainer.module",
     "DataModule": "stratagem_trainer.datamodule",
+    "CombinedLoader": "stratagem_trainer.combined_loader",
     "HyperparametersMixin": "stratagem_trainer.hyperparameters",
     "seed_everything": "stratagem.api.seeding",
     "find_usable_cuda_devices": "stratagem.config.devices",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from stratagem.runtime.run import Run as Run
     from stratagem_trainer.api.kinds import Callback as Callback
     from stratagem_trainer.api.kinds import Logger as Logger
+    from stratagem_trainer.combined_loader import CombinedLoader as CombinedLoader
     from stratagem_trainer.datamodule import DataModule as DataModule
     from stratagem_trainer.hyperparameters import HyperparametersMixin as HyperparametersMixin
     from stratagem_trainer.module import Module as Module

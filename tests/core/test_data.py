@@ -23,7 +23,7 @@ import stratagem as sg
 from stratagem.api.batches import move_batch
 from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.world import Mesh
-from stratagem.runtime.data import in_order, set_epoch, several, shard_dataloader
+from stratagem.runtime.data import in_order, set_epoch, shard_dataloader
 
 
 def shares(loader, stage, world_size=2, epoch=0):
@@ -148,13 +148,6 @@ def test_replacement_sampling_is_a_sampler_of_ones_own():
 
 def test_in_order_takes_the_shuffling_out():
     assert [int(i) for batch in in_order(DataLoader(range(4), 2, shuffle=True)) for i in batch] == [0, 1, 2, 3]
-
-
-def test_a_list_of_loaders_is_several_and_a_list_of_batches_is_one():
-    loader = DataLoader(range(2))
-
-    assert several([loader, loader]) == [loader, loader]
-    assert len(several([torch.ones(1), torch.ones(1)])) == 1
 
 
 def test_batches_move_with_their_containers():

@@ -138,7 +138,6 @@ def test_a_list_of_batches_is_one_loader(runner):
     [
         ("fit", {}, "fit got no loader; expected a DataLoader, a datamodule, or a module with train_dataloader"),
         ("test", {}, "test got no loader"),
-        ("fit", {"loaders": [FIRST, SECOND]}, "fit got 2 training loaders; expected one"),
     ],
 )
 def test_a_call_without_its_loader_is_refused(runner, stage, request_, message):
@@ -161,7 +160,13 @@ def test_validation_loaders_need_a_step(runner):
 
 @pytest.mark.parametrize(
     ("loader", "message"),
-    [({"a": [1]}, "the train loader is a mapping (a); expected a loader"), (3, "the train loader is a int; expected")],
+    [
+        (
+            {"a": [1]},
+            "one of several train loaders is a dict of loaders; expected a loader; put a CombinedLoader there",
+        ),
+        (3, "the train loader is a int; expected"),
+    ],
     ids=["mapping", "number"],
 )
 def test_what_is_not_a_loader_is_refused(runner, loader, message):

@@ -198,13 +198,8 @@ def test_hyper_parameters_are_those_of_the_class_that_was_built(tmp_path):
 @pytest.mark.parametrize(("options", "message"), [
     ({"limit_val_batches": 0.1}, "limit_val_batches is 0.1, and the loader has 8 batches: none of them"),
     ({"val_check_interval": 0.5, "stream": True}, "val_check_interval is 0.5 and the training loader has no length"),
-    ({"mapping": True}, r"the validate loader is a mapping \(a\)"),
-    ({"several": True}, "fit got 2 training loaders; expected one"),
 ])  # fmt: skip
 def test_what_would_have_no_effect_is_refused(options, message):
-    stream, mapping, several = (options.pop(name, False) for name in ("stream", "mapping", "several"))
-    batches = (batch for batch in loader()) if stream else [loader(), loader()] if several else loader()
+    batches = (batch for batch in loader()) if options.pop("stream", False) else loader()
     with pytest.raises(ConfigError, match=message):
-        sg.Trainer(max_epochs=1, enable_checkpointing=False, **QUIET | options).fit(
-            Noisy(), batches, {"a": loader()} if mapping else loader()
-        )
+        sg.Trainer(max_epochs=1, enable_checkpointing=False, **QUIET | options).fit(Noisy(), batches, loader())

@@ -162,6 +162,8 @@ CALLBACK = {
 }  # fmt: skip
 
 SCRIPT = {
+    "from pytorch_lightning.utilities import CombinedLoader\nCombinedLoader([[1]])":
+        "from stratagem import CombinedLoader\nCombinedLoader([[1]])",
     "pl.utilities.rank_zero_info('a')": "sg.rank_zero_info('a')",
     "class Unfreeze(pl.callbacks.BaseFinetuning):\n    pass": "class Unfreeze(BaseFinetuning):",
     "trainer.fit(model, train_dataloader=loader)": "trainer.fit(model, train_dataloaders=loader)",
@@ -226,7 +228,6 @@ ADVICE = [
     ("pl.cli.LightningCLI(Net)", "change", "`stratagem fit run.yaml`"),
     ("pl.callbacks.ModelPruning()", "change", ""),
     ("pl.loggers.CometLogger()", "change", ""),
-    ("from pytorch_lightning.utilities import CombinedLoader", "change", ""),
     ("class A(pl.LightningModule):\n    def backward(self, loss, optimizer, optimizer_idx):\n        print(optimizer)", "change",
      "def backward(self, loss)"),
     ("pl.Trainer()\nmodel.validation_step = None", "change", "Trainer(limit_val_batches=0)"),

@@ -29,6 +29,7 @@ import torch
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
 
 def names(cls, base=object):
     return sorted(name for name in set(dir(cls)) - set(dir(base)) if not name.startswith("_"))
@@ -43,6 +44,7 @@ print(json.dumps({
     "Arguments of the Trainer": arguments(pl.Trainer.__init__),
     "Trainer": names(pl.Trainer),
     "Arguments of its methods, of `log` and of `load_from_checkpoint`": arguments(*methods),
+    "CombinedLoader": arguments(CombinedLoader.__init__),
     "LightningModule": names(pl.LightningModule, torch.nn.Module),
     "LightningDataModule": names(pl.LightningDataModule),
     "Callback": names(pl.Callback),
@@ -79,6 +81,7 @@ def ours():
         "Arguments of its methods, of `log` and of `load_from_checkpoint`": {
             name for method in methods for name in inspect.signature(method).parameters
         },
+        "CombinedLoader": set(inspect.signature(sg.CombinedLoader).parameters),
         "LightningModule": {*dir(sg.Module)},
         "LightningDataModule": {*dir(sg.DataModule)},
         "Callback": {*dir(sg.Callback)},

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,13 +119,6 @@ def _shuffles(sampler: Any) -> bool:
     return bool(is_random and not sampler.replacement and sampler._num_samples is None)
 
 
-def several(loaders: Any) -> list[Any]:
-    """Return `loaders` as a list of loaders. A list of batches is one loader; a list of DataLoaders is several."""
-    if isinstance(loaders, list | tuple) and loaders and all(isinstance(each, DataLoader) for each in loaders):
-        return list(loaders)
-    return [loaders]
-
-
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell every part of `loader` that shuffles by epoch which one begins."""
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
@@ -149,7 +142,7 @@ def sampler_seeds(loader: Any) -> list[int]:
     return [sampler.seed for sampler in _seeded_samplers(loader)]
 
 
-def restore_sampler_seeds(loader: Any, seeds: list[int]) -> None:
+def restore_sampler_seeds(loader: Any, seeds: Iterable[int]) -> None:
     """Let the samplers of `loader` shuffle with `seeds`, which `sampler_seeds` returned for a loader of that kind."""
     for sampler, seed in zip(_seeded_samplers(loader), seeds, strict=False):
         sampler.seed = seed

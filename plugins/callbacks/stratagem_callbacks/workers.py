@@ -12,6 +12,8 @@ _WORKER_GRACE_S = 5.0
 
 def let_workers_continue(loader: Any, numbers: list[int]) -> None:
     """Keep DataLoader workers alive for the last batches if the whole process group gets the signal."""
+    for part in getattr(loader, "flattened", []):  # a CombinedLoader
+        let_workers_continue(part, numbers)
     if getattr(loader, "num_workers", 0):
         then = loader.worker_init_fn
         if isinstance(then, functools.partial) and then.func is _ignoring and then.args[0] == numbers:

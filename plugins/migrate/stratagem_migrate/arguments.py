@@ -198,7 +198,7 @@ MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "move_metrics_to_cpu": _LEAVE_OUT,
     "prepare_data_per_node": f"{_LEAVE_OUT}, prepare_data is called once on each node",
     "reload_dataloaders_every_epoch": _unless_off("reload_dataloaders_every_n_epochs=1"),
-    "multiple_trainloader_mode": "one training loader: combine them in your own iterable",
+    "multiple_trainloader_mode": "fit(model, CombinedLoader(loaders, mode))",
     "enable_autolog_hparams": f"{_LEAVE_OUT}, save_hyperparameters decides what is logged",
     "model_registry": "fit(ckpt_path=path of a checkpoint)",
 }

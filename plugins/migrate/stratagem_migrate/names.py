@@ -195,9 +195,7 @@ NAMES: Final[dict[str, Counterpart]] = {
         ("rank_zero_debug", "rank_zero_deprecation"),
         Counterpart(text="if trainer.is_global_zero:", note="or trainer.print, which prints only on rank 0"),
     ),
-    "CombinedLoader": Counterpart(
-        note="combine the loaders in your own dataset or iterable; several validation loaders may be a list"
-    ),
+    "CombinedLoader": Counterpart("CombinedLoader"),
     **dict.fromkeys(
         ("convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint"),
         Counterpart(text="`stratagem checkpoint consolidate`", note="it writes one file for torch.load"),
@@ -222,7 +220,7 @@ NAMES: Final[dict[str, Counterpart]] = {
 DROP_IN: Final = frozenset({
     "Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "MisconfigurationException",
     "find_usable_cuda_devices", "rank_zero_only", "rank_zero_info", "rank_zero_warn", "move_data_to_device",
-    "Logger", "LightningLoggerBase", "Strategy", "Accelerator",
+    "Logger", "LightningLoggerBase", "Strategy", "Accelerator", "CombinedLoader",
     "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "LearningRateLogger", "GradientAccumulationScheduler",
     "Timer", "StochasticWeightAveraging", "ModelSummary", "RichModelSummary", "DeviceStatsMonitor", "BatchSizeFinder",
     "LearningRateFinder", "BackboneFinetuning", "WeightAveraging", "BasePredictionWriter", "BaseFinetuning",

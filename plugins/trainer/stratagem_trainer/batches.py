@@ -34,7 +34,16 @@ from attrs import define
 from stratagem.api.late_flag import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import generators_of, in_order_of_several, restore_sampler_seeds, sampler_seeds, set_epoch
+from stratagem.runtime.data import in_order_of_several, set_epoch
+from stratagem_trainer.combined_loader import (
+    CombinedLoader,
+    generators_in,
+    has_state,
+    length,
+    parts_of,
+    restore_seeds_in,
+    seeds_in,
+)
 from stratagem_trainer.loader_wait import LoaderWait
 
 if TYPE_CHECKING:
@@ -88,15 +97,15 @@ class ResumableBatches:
         # A limit does not say that the loader has that many.
         self.has_length = not (math.isinf(num_batches) or math.isinf(length(loader)))
         self.looks_ahead = not self.has_length or self.targets is not None
-        self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.stateful = has_state(loader)
 
     # --- What a checkpoint holds -----------------------------------------------------------------------------------
 
     def random_state(self) -> dict[str, Any]:
         """Return the random states of this process, with those of the loader's own generators and samplers."""
         return random_state(self.run.devices) | {
-            "loader": [g.get_state() for g in generators_of(self.loader)],
-            "sampler_seeds": sampler_seeds(self.loader),
+            "loader": [g.get_state() for g in generators_in(self.loader)],
+            "sampler_seeds": seeds_in(self.loader),
         }
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
@@ -105,9 +114,9 @@ class ResumableBatches:
         self._restore_order(state)
 
     def _restore_order(self, state: dict[str, Any]) -> None:
-        for generator, saved in zip(generators_of(self.loader), state.get("loader", []), strict=False):
+        for generator, saved in zip(generators_in(self.loader), state.get("loader", []), strict=False):
             generator.set_state(saved)
-        restore_sampler_seeds(self.loader, state.get("sampler_seeds", []))
+        restore_seeds_in(self.loader, state.get("sampler_seeds", []))
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return what this rank needs to continue after the batches that `position` counts as done."""
@@ -142,7 +151,8 @@ class ResumableBatches:
         self._restore_order(saved)
         if position.batches_done:
             position.epoch_random_state = self.random_state()
-        return len(seeds) == len(sampler_seeds(self.loader))
+        # What others used of each of several loaders is not what this one would have.
+        return len(seeds) == len(seeds_in(self.loader)) and not isinstance(self.loader, CombinedLoader)
 
     def commit_position(self) -> None:
         """Use the present random state as that of the resumed run: what it had left to do is done."""
@@ -272,18 +282,24 @@ class ResumableBatches:
             position.epoch_random_state = self.random_state()
         elif position.batches_done:
             self.restore_random_state(position.epoch_random_state)
+        began = time.monotonic()
         if state is not None and self.stateful:
             self.loader.load_state_dict(state)
-            return iter(self.loader)
+            iterator: Iterator[Any] = iter(self.loader)
+            self._warn_of_reading(first, began)
+            return iterator
         if position.epoch and getattr(self.loader, "persistent_workers", False) and self.loader._iterator is None:
             # Workers that persist draw their seed once, in the first epoch, and the order of this one comes after that.
             iter(self.loader)
             self.restore_random_state(position.epoch_random_state)
-        iterator: Iterator[Any] = iter(self.loader)
-        began = time.monotonic()
+        iterator = iter(self.loader)
         for _ in range(first):
             if next(iterator, _END) is _END:
                 break
+        self._warn_of_reading(first, began)
+        return iterator
+
+    def _warn_of_reading(self, first: int, began: float) -> None:
         seconds = time.monotonic() - began
         if seconds > _WARN_AFTER_S and self.run.is_global_zero:
             warnings.warn(
@@ -291,7 +307,6 @@ class ResumableBatches:
                 "again. torchdata's StatefulDataLoader resumes without reading them.",
                 stacklevel=2,
             )
-        return iterator
 
     def _keep_replay_state(self, number: int, start: int, accumulate: int) -> None:
         """Keep the replay state of batch `number`, if resuming may read it again; forget those before `start`."""
@@ -302,14 +317,6 @@ class ResumableBatches:
             replay_state["loader"] = self.loader.state_dict()
         self._replay_states = {n: old for n, old in self._replay_states.items() if n >= start}
         self._replay_states[number] = replay_state
-
-
-def length(loader: Any) -> float:
-    """Return the number of batches of `loader`; inf if it does not tell."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return math.inf
 
 
 class _Buffers:
@@ -346,7 +353,7 @@ def end_workers(loaders: Iterable[Any]) -> None:
 
     Loaders and their trainer refer to each other. Collected as garbage, each process would take five seconds to end.
     """
-    for loader in loaders:
+    for loader in (part for each in loaders for part in parts_of(each)):
         if getattr(loader, "persistent_workers", False) and not hasattr(loader, "state_dict"):
             loader._iterator = None
 

@@ -23,6 +23,7 @@ from stratagem.api.seeding import random_state
 from stratagem.checkpoint.state_checks import applying
 from stratagem.errors import CheckpointError
 from stratagem.stack import identity
+from stratagem_trainer.combined_loader import CombinedLoader
 from stratagem_trainer.module import overrides
 from stratagem_trainer.progress import LIGHTNING_VERSION, Position
 
@@ -107,7 +108,8 @@ def _position(fit: FitState, state: Mapping[str, Any]) -> tuple[Position, dict[s
     if not fit.run.manual:
         position.batches_done -= processed % fit.accumulation_in(position.epoch)
     loaders = loop["state_dict"].get("combined_loader", [])
-    if len(loaders) != 1 or position.batches_done != processed:
+    single = len(loaders) == 1 and not isinstance(fit.train_batches and fit.train_batches.loader, CombinedLoader)
+    if not single or position.batches_done != processed:
         return position, {}
     return position, {"marks": {processed: {"loader": loaders[0]}}, "accumulate": 1}
 

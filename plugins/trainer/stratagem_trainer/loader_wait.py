@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader
 
+from stratagem_trainer.combined_loader import parts_of
+
 #: Seconds of training, and batches, before a share is computed.
 _AFTER_S: Final = 10.0
 _AFTER_BATCHES: Final = 20
@@ -51,6 +53,7 @@ class LoaderWait:
 
 
 def _advice(loader: Any) -> str:
+    loader = min(parts_of(loader), key=lambda part: getattr(part, "num_workers", 0))
     workers = getattr(loader, "num_workers", None)
     if not isinstance(loader, DataLoader) or workers is None:
         return f"Batches of a {type(loader).__name__} are made while training waits: read ahead in a thread or process"

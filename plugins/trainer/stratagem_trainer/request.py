@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import in_order, seed_loader_workers, several
-from stratagem_trainer.batches import length
+from stratagem.runtime.data import in_order, seed_loader_workers
+from stratagem_trainer.combined_loader import CombinedLoader, are_several, joined, length, one_by_one
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.module import overrides
 
@@ -70,13 +69,7 @@ class RequestLoaders:
             raise ConfigError(
                 f"{self.request.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
             )
-        if self.request.stage != "fit":
-            return several(given)
-        if isinstance(given, list | tuple) and len(several(given)) > 1:
-            raise ConfigError(
-                f"fit got {len(given)} training loaders", expected="one", do="combine them in one iterable"
-            )
-        return [given]
+        return [joined(given)] if self.request.stage == "fit" else one_by_one(given)
 
     def validation(self) -> list[Any]:
         given = self.request.val_loaders if self.request.val_loaders is not None else self._ask_for("val_dataloader")
@@ -88,7 +81,7 @@ class RequestLoaders:
                 expected="both or neither",
                 do="define it, or leave the loaders out",
             )
-        return [self.share(loader, "validate") for loader in several(given)]
+        return [self.share(loader, "validate") for loader in one_by_one(given)]
 
     def _ask_for(self, method: str) -> Any:
         data = self.request.datamodule
@@ -97,10 +90,15 @@ class RequestLoaders:
         return getattr(source, method)() if callable(getattr(source, method, None)) else None
 
     def share(self, loader: Any, stage: str) -> Any:
-        if isinstance(loader, Mapping):
+        if isinstance(loader, CombinedLoader):
+            combined = loader.with_each(lambda each: self.share(each, stage))
+            combined.repeats = stage == "train" and bool(self.settings.overfit_batches)
+            return combined
+        if are_several(loader):
             raise ConfigError(
-                f"the {stage} loader is a mapping ({', '.join(map(str, loader))})",
-                expected="a loader, or a list of them",
+                f"one of several {stage} loaders is a {type(loader).__name__} of loaders",
+                expected="a loader",
+                do="put a CombinedLoader there",
             )
         if not hasattr(loader, "__iter__"):
             raise ConfigError(f"the {stage} loader is a {type(loader).__name__}", expected="an iterable of batches")

@@ -203,7 +203,8 @@ class Trainer(View):
         """Train `model`.
 
         Args:
-            train_dataloaders: a DataLoader (or any iterable of batches).
+            train_dataloaders: a DataLoader (or any iterable of batches). A dict or list of DataLoaders gives one batch
+                of each for a step; see `CombinedLoader` for other rules.
             val_dataloaders: one or several; validated during training.
             datamodule: a `DataModule` instead of loaders. Without either, the module's own ``train_dataloader()``.
             ckpt_path: resume from this file, from ``"last"``, ``"best"`` or ``"hpc"`` (the newest that was saved on a
