@@ -14,6 +14,7 @@ that were reached.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_a
 from stratagem_process_group.losses import check_reached
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from stratagem.api import RunContext, World
 
@@ -229,16 +230,35 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         # Parameters that this rank does not own have no gradient: the optimizer skips them and keeps no state for them.
         stepped = yield
         if stepped:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            with torch.no_grad(), run.peers.traffic.sent_by("parameters"):
-                self._broadcast_parameters(parameters, run)
+            self._broadcast_parameters(optimizer, run)
         return stepped
 
-    def _broadcast_parameters(self, parameters: list[nn.Parameter], run: RunContext) -> None:
-        """Broadcast each of `parameters` from its owner to all ranks, one message per bucket."""
-        peers, owned = run.peers.unchecked, defaultdict[int, list[nn.Parameter]](list)
-        for parameter in parameters:
+    @hookimpl(wrapper=True)
+    def wrap_optimizers(
+        self, run: RunContext
+    ) -> Generator[None, list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
+        optimizers = yield
+        for optimizer in optimizers:
+            for name in ("train", "eval"):  # of a schedule-free optimizer: they change the weights that this rank owns
+                if (method := getattr(optimizer, name, None)) is not None:
+                    setattr(optimizer, name, self._then_broadcast(optimizer, run)(method))
+        return optimizers
+
+    @contextlib.contextmanager
+    def _then_broadcast(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Iterator[None]:
+        yield
+        self._broadcast_parameters(optimizer, run)
+
+    @torch.no_grad()
+    def _broadcast_parameters(self, optimizer: torch.optim.Optimizer, run: RunContext) -> None:
+        """Broadcast each parameter of `optimizer` from its owner to all ranks, one message per bucket."""
+        owned = defaultdict[int, list[nn.Parameter]](list)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             owned[self._owners[parameter]].append(parameter)
+        with run.peers.traffic.sent_by("parameters"):
+            self._send(owned, run.peers.unchecked)
+
+    def _send(self, owned: dict[int, list[nn.Parameter]], peers: Collectives) -> None:
         for owner, theirs in sorted(owned.items()):
             for group in _buckets(theirs, self.bucket_cap_mb * 1e6):
                 if len(group) == 1:
@@ -246,7 +266,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
                     continue
                 values = [parameter.data for parameter in group]
                 message = peers.broadcast(_flatten(values), owner)
-                if run.peers.rank != owner:
+                if peers.rank != owner:
                     torch._foreach_copy_(values, list(_unflatten(message, group)))
 
     # --- State ---------------------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class WeightAveraging(Callback):
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
         self._last_step = trainer.global_step
+        _refuse_second_average(trainer, self._name)
         if any(parameter.is_meta for parameter in module.parameters()):
             raise ConfigError(
                 f"{self._name} averages the parameters of a process, and "
@@ -225,6 +226,16 @@ class EMA(WeightAveraging):
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
 
+def _refuse_second_average(trainer: TrainerView, name: str) -> None:
+    """Refuse optimizers with `train` and `eval`: what they evaluate is an average already."""
+    for optimizer in trainer.optimizers:
+        if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} averages the weights itself, and {name} does, too",
+                expected="one of the two", do=f"drop {name}",
+            )  # fmt: skip
+
+
 def _rates(instance: Any, attribute: Any, value: float | list[float]) -> None:
     rates = value if isinstance(value, list) else [value]
     not_empty(instance, attribute, rates)
@@ -267,6 +278,7 @@ class StochasticWeightAveraging(Callback):
                 f"{trainer.run.title_of(trainer.run.strategy)} shards them",
                 do="use the callback 'ema', which averages shards",
             )
+        _refuse_second_average(trainer, "stochastic_weight_averaging")
         if len(trainer.optimizers) != 1:
             raise ConfigError(
                 f"stochastic_weight_averaging found {len(trainer.optimizers)} optimizers", expected="one",

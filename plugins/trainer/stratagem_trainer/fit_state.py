@@ -88,6 +88,8 @@ class FitState:
     train_batches: ResumableBatches | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: What `training_step` returned last.
     last_outputs: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: Whether optimizers that have `train()` and `eval()` are in "train" or "eval" mode.
+    optimizer_mode: str = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default="eval")
     #: Number of the loader whose batches are used now.
     dataloader_idx: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=0)
     #: Called once after the current batch, when all callbacks have seen its end; they raise to end training. Threads

@@ -22,6 +22,7 @@ from stratagem_trainer.metric_log import end_epoch, log_last_step, log_step
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.module import overrides
 from stratagem_trainer.optimizer_handle import watched_steps
+from stratagem_trainer.optimizer_modes import set_mode
 from stratagem_trainer.signatures import takes
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class TrainLoop:
         if position.epoch_ended:
             self._begin(position.epoch + 1)
         state.stage_metrics.closed = ""
+        set_mode(state, "train")
         state.events.emit("on_train_start")
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # gradients that an earlier fit left in an open window are computed again
@@ -144,6 +146,7 @@ class TrainLoop:
         log_last_step(state)
         state.outcome.reason = self._why_ended()
         state.stage_metrics.closed = "after the last epoch"
+        set_mode(state, "eval")
         state.events.emit("on_train_end")
         state.last_outputs = None  # it holds the last graph
 

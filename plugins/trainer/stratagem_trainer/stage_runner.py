@@ -26,6 +26,7 @@ from stratagem_trainer.metric_objects import gathered_once
 from stratagem_trainer.module import Module, build, overrides
 from stratagem_trainer.module_checks import check, check_optimizers
 from stratagem_trainer.optimizer_handle import OptimizerHandle
+from stratagem_trainer.optimizer_modes import check_modes, has_modes, in_mode, keep_training_weights, set_mode
 from stratagem_trainer.optimizers import read
 from stratagem_trainer.progress import LIGHTNING_VERSION
 from stratagem_trainer.request import RequestLoaders, StageRequest
@@ -126,6 +127,8 @@ class StageRunner:
         state.loaders, state.make_loaders = {}, self._make_fit_loaders
         import_dynamo()
         run.prepare(self.module, self._make_optimizers)
+        check_modes(run)
+        state.optimizer_mode = "eval"
         self._make_fit_loaders()
         earlier, state.make_loaders = state.train_batches, None
         train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module)
@@ -156,6 +159,10 @@ class StageRunner:
         try:
             with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
                 TrainLoop(self.state, train_batches, self.validate, self.reload_loaders).fit()
+        except BaseException:
+            if self.run.world_size == 1:  # others may not know of it
+                set_mode(self.state, "eval")
+            raise
         finally:
             self.state.fitting = False
 
@@ -181,6 +188,8 @@ class StageRunner:
             for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step
         check_optimizers(self.module, optimizers, self.run.stack)
+        for optimizer in filter(has_modes, optimizers):
+            keep_training_weights(optimizer, self.run)
         return optimizers
 
     def _make_fit_loaders(self) -> None:
@@ -268,7 +277,8 @@ class StageRunner:
         if self.val_loaders and (self.settings.fast_dev_run or (state.position.epoch + 1) % every == 0):
             if overrides(self.module, "on_validation_model_zero_grad") and state.at_step_boundary:
                 self.module.on_validation_model_zero_grad()
-            evaluate(state, "validate", self.val_loaders, state.num_val_batches)
+            with in_mode(state, "eval"):
+                evaluate(state, "validate", self.val_loaders, state.num_val_batches)
 
     # --- Validate, test, predict ---------------------------------------------------------------------------------
 
@@ -278,6 +288,7 @@ class StageRunner:
         # A module that was wrapped for training is used as it is; another one is wrapped for evaluation.
         if run.model is None or run.module is not self.module:
             run.prepare(self.module, stage=stage)
+        set_mode(state, "eval")  # an exception may have ended a fit in the other one
         if checkpoint is not None:
             strict, frozen = self.module.strict_loading, checkpoint.get("frozen")
             state_io.load_model(run, checkpoint["state_dict"], self.module, strict, self.read_from, frozen)
