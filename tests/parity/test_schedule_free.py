@@ -59,7 +59,7 @@ class ByHand(Free):
         optimizer.step()
 
 
-def plain(maker="adamw", max_norm=None, accumulate=1, epochs=2, validates_after=len(BATCHES)):
+def plain(maker="adamw", max_norm=None, accumulate=1, epochs=2, validates_after=8):
     """Return the evaluation weights, the training weights and the validation losses of one process."""
     model, losses = Free(maker), []
 
@@ -172,6 +172,32 @@ def test_manual_optimization_equals_one_process(tmp_path, strategy, whole, windo
     assert first[3] == pytest.approx(losses, rel=1e-5)
 
 
+def loop(rank, world_size, strategy):
+    """A loop without a Trainer calls the methods itself."""
+    torch.set_num_threads(1)
+    losses, model = [], net()
+    with sg.Run(strategy=strategy, devices=world_size, accelerator="cpu") as run:
+        model, optimizer = run.setup(model, MAKERS["adamw"](model.parameters()))
+        for _ in range(2):
+            optimizer.train()
+            for x, y in part(BATCHES, rank, world_size):
+                run.backward(loss_of(model(x), y))
+                run.optimizer_step(optimizer)
+                optimizer.zero_grad()
+            optimizer.eval()
+            with torch.no_grad():
+                losses.append(float(sum(loss_of(model(x), y) for x, y in CHECKED) / len(CHECKED)))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_sharded", {"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"}])
+def test_a_loop_by_hand_equals_one_process(strategy):
+    (one,), (first, _) = (run_in_processes(loop, each, strategy) for each in (1, 2))
+
+    assert first == pytest.approx(one, rel=1e-5)
+
+
 # --- Saves and stops ---------------------------------------------------------------------------------------------
 
 
@@ -198,7 +224,9 @@ def fit_saving(rank, world_size, folder, strategy, whole, precision):
             max_epochs=2, devices=world_size, strategy=strategy, precision=precision, callbacks=list(callbacks),
             **QUIET,
         )  # fmt: skip
-        batches, checked = (BATCHES, CHECKED) if whole else [part(each, rank, world_size) for each in (BATCHES, CHECKED)]
+        batches, checked = (
+            (BATCHES, CHECKED) if whole else [part(each, rank, world_size) for each in (BATCHES, CHECKED)]
+        )
         trainer.fit(Free(), batches, checked, ckpt_path=path)
         both = weights_of(trainer), saved(trainer, folder / "end.ckpt")[1]
         trainer.close()
@@ -308,11 +336,12 @@ def test_trial_steps_leave_both_sets_of_weights(tmp_path):
 
         on_train_start = on_fit_start
 
-    trainer = train(model, max_epochs=1, callbacks=[Tries()])
+    trainer = train(model, max_epochs=1, callbacks=[Tries()], num_sanity_val_steps=-1)
     trainer.max_epochs = 2
     train(model, trainer)
 
     assert relative_difference(model.state_dict(), once.state_dict()) == 0
+    assert model.val_losses[2] == model.val_losses[1]  # the sanity check of the second fit
 
 
 def test_a_module_that_switches_by_itself_may():

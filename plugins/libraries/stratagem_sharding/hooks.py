@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +14,7 @@ from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.shards import clip_values, shard_like
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
-
-    from torch.optim import Optimizer
+    from collections.abc import Sequence
 
     from stratagem.api import RunContext
 
@@ -45,15 +42,6 @@ class ShardingHooks:
         reshard(run.model)
 
     on_test_end = on_predict_end = on_validation_end
-
-    @hookimpl(wrapper=True)
-    def wrap_optimizers(self, run: RunContext) -> Generator[None, list[Optimizer], list[Optimizer]]:
-        optimizers = yield
-        for optimizer in optimizers:
-            for name in ("train", "eval"):  # of a schedule-free optimizer: they change the weights
-                if (method := getattr(optimizer, name, None)) is not None:
-                    setattr(optimizer, name, _resharded(run)(method))
-        return optimizers
 
     @hookimpl
     def load_model_state(
@@ -95,12 +83,6 @@ def wrapped_earlier(user: nn.Module, attribute: str, mesh: Any, *, was: str) -> 
             do="save a checkpoint and load it into a new model",
         )
     return root  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _resharded(run: RunContext) -> Iterator[None]:
-    reshard(run.model)
-    yield
 
 
 def _is_here(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """Optimizers with `train()` and `eval()`, such as schedule-free ones: the weights that train are not those to use.
 
 [Note: two sets of weights]
-A schedule-free optimizer (Defazio et al., 2024, "The Road Less Scheduled") computes gradients at *training weights*, and
-validates and saves *evaluation weights*, the average. Its `eval()` replaces the first by the second, its `train()`
+A schedule-free optimizer (Defazio et al., 2024, "The Road Less Scheduled") computes gradients at *training weights*;
+users validate and save *evaluation weights*, the average. Its `eval()` replaces the first by the second, its `train()`
 computes the first again, with other rounding. Here `eval()` keeps a copy of the training weights in the state of the
 optimizer, and `train()` puts it back: validations and checkpoints do not change what is trained. Checkpoints hold the
 evaluation weights under ``"state_dict"``, and the copy with the rest of the optimizer's state.
