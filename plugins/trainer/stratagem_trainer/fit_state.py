@@ -128,6 +128,12 @@ class FitState:
         return next(n for begin, n in reversed(self.accumulation.items()) if begin <= epoch)
 
     @property
+    def validates_in_time(self) -> bool:
+        """Whether a time lies between two validations, rather than a number of batches."""
+        settings = self.settings
+        return not isinstance(settings.val_check_interval, int | float) and not settings.fast_dev_run
+
+    @property
     def at_step_boundary(self) -> bool:
         """Whether the last batch ended with an optimizer step, so that no gradients are being accumulated."""
         return self.train_batches is None or not self.train_batches.window_is_open

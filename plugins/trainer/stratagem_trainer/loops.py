@@ -24,6 +24,7 @@ from stratagem_trainer.module import overrides
 from stratagem_trainer.optimizer_handle import watched_steps
 from stratagem_trainer.optimizer_modes import set_mode
 from stratagem_trainer.signatures import takes
+from stratagem_trainer.validation_clock import ValidationClock
 
 if TYPE_CHECKING:
     from stratagem_trainer.fit_state import FitState
@@ -70,6 +71,8 @@ class TrainLoop:
         self._listen_to_backward()
         self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
         self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
+        #: Says when to validate, for a `val_check_interval` in time.
+        self.clock = ValidationClock(state) if state.validates_in_time and any(state.num_val_batches) else None
         self._over = None if self.deadline is None else LateFlag(self.run.collectives.duplicate("flags"))
 
     def _training(self) -> Callable[[Any, int, bool], Any]:
@@ -211,6 +214,8 @@ class TrainLoop:
                 self._replay(batch, batch_idx)
                 continue
             self._batch(batch, batch_idx, is_last)
+            if self.clock is not None:
+                position.validated = not self.clock.is_due(position.epoch)
             if self.skips_rest:
                 break
             if state.on_leaving:
@@ -261,6 +266,8 @@ class TrainLoop:
     def _validate(self) -> None:
         self.validate()
         self.position.validated = True
+        if self.clock is not None:
+            self.clock.restart()
 
     def _replay(self, batch: Any, batch_idx: int) -> None:
         """Compute the gradients of a batch again that the resumed run had used, in a window that was still open."""
