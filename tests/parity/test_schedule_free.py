@@ -344,7 +344,7 @@ def test_trial_steps_leave_both_sets_of_weights(tmp_path):
     assert model.val_losses[2] == model.val_losses[1]  # the sanity check of the second fit
 
 
-def test_a_module_that_switches_by_itself_may():
+def test_a_module_may_switch_them_too():
     class Switches(Free):
         def on_validation_start(self):
             self.optimizers().eval()

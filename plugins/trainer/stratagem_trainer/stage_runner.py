@@ -254,6 +254,7 @@ class StageRunner:
         elif not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches)):
             state.batches_between_validations = size
         else:
+            assert isinstance(interval, int | float), "a time was handled above"
             state.batches_between_validations = _validation_interval(interval, size, across)
 
     def _sanity_check(self) -> None:
