@@ -230,7 +230,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         # Parameters that this rank does not own have no gradient: the optimizer skips them and keeps no state for them.
         stepped = yield
         if stepped:
-            self._broadcast_parameters(optimizer, run)
+            self._broadcast_parameters(_parameters_of(optimizer), run)
         return stepped
 
     @hookimpl(wrapper=True)
@@ -247,13 +247,13 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
     @contextlib.contextmanager
     def _then_broadcast(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Iterator[None]:
         yield
-        self._broadcast_parameters(optimizer, run)
+        self._broadcast_parameters(_parameters_of(optimizer), run)
 
     @torch.no_grad()
-    def _broadcast_parameters(self, optimizer: torch.optim.Optimizer, run: RunContext) -> None:
-        """Broadcast each parameter of `optimizer` from its owner to all ranks, one message per bucket."""
+    def _broadcast_parameters(self, parameters: list[nn.Parameter], run: RunContext) -> None:
+        """Broadcast each of `parameters` from its owner to all ranks, one message per bucket."""
         owned = defaultdict[int, list[nn.Parameter]](list)
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        for parameter in parameters:
             owned[self._owners[parameter]].append(parameter)
         with run.peers.traffic.sent_by("parameters"):
             self._send(owned, run.peers.unchecked)
@@ -312,6 +312,10 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         mine = {name: entry for name, entry in taken_out(state["state"]) if name not in others}
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": mine}, optimizer, module))
         return True
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @frozen
