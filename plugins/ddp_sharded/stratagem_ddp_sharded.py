@@ -230,7 +230,8 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         # Parameters that this rank does not own have no gradient: the optimizer skips them and keeps no state for them.
         stepped = yield
         if stepped:
-            self._broadcast_parameters(_parameters_of(optimizer), run)
+            with run.peers.traffic.sent_by("parameters"):
+                self._broadcast_parameters(_parameters_of(optimizer), run)
         return stepped
 
     @hookimpl(wrapper=True)
@@ -247,7 +248,8 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
     @contextlib.contextmanager
     def _then_broadcast(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Iterator[None]:
         yield
-        self._broadcast_parameters(_parameters_of(optimizer), run)
+        with run.peers.traffic.sent_by("parameters"):
+            self._broadcast_parameters(_parameters_of(optimizer), run)
 
     @torch.no_grad()
     def _broadcast_parameters(self, parameters: list[nn.Parameter], run: RunContext) -> None:
@@ -255,10 +257,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         owned = defaultdict[int, list[nn.Parameter]](list)
         for parameter in parameters:
             owned[self._owners[parameter]].append(parameter)
-        with run.peers.traffic.sent_by("parameters"):
-            self._send(owned, run.peers.unchecked)
-
-    def _send(self, owned: dict[int, list[nn.Parameter]], peers: Collectives) -> None:
+        peers = run.peers.unchecked
         for owner, theirs in sorted(owned.items()):
             for group in _buckets(theirs, self.bucket_cap_mb * 1e6):
                 if len(group) == 1:
