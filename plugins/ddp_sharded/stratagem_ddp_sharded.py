@@ -265,7 +265,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
                     continue
                 values = [parameter.data for parameter in group]
                 message = peers.broadcast(_flatten(values), owner)
-                if peers.rank != owner:
+                if run.peers.rank != owner:
                     torch._foreach_copy_(values, list(_unflatten(message, group)))
 
     # --- State ---------------------------------------------------------------------------------------------------
