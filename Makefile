@@ -22,7 +22,8 @@ SHARD  ?= 1/1
 # pytest 9.2 makes pytest-xdist 3.8 ignore the groups of tests: tests/conftest.py would stop the run.
 DEV    := "pytest<9.2" pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3fs "moto[server]" torchdata \
           torchmetrics tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic \
-          scikit-learn jsonschema ray hydra-core kubeflow-training mpi4py python-etcd transformers peft datasets jedi markdown-it-py
+          scikit-learn jsonschema ray hydra-core kubeflow-training mpi4py python-etcd transformers peft datasets jedi markdown-it-py \
+          schedulefree
 # What builds the site: see docs/decisions/0067-the-reference-is-written-at-each-build.md.
 DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocstrings-python==2.0.*" "griffelib==2.*"
 

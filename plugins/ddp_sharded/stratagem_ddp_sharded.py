@@ -14,6 +14,7 @@ that were reached.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_a
 from stratagem_process_group.losses import check_reached
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from stratagem.api import RunContext, World
 
@@ -229,16 +230,34 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         # Parameters that this rank does not own have no gradient: the optimizer skips them and keeps no state for them.
         stepped = yield
         if stepped:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            with torch.no_grad(), run.peers.traffic.sent_by("parameters"):
-                self._broadcast_parameters(parameters, run)
+            with run.peers.traffic.sent_by("parameters"):
+                self._broadcast_parameters(_parameters_of(optimizer), run)
         return stepped
 
+    @hookimpl(wrapper=True)
+    def wrap_optimizers(
+        self, run: RunContext
+    ) -> Generator[None, list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
+        optimizers = yield
+        for optimizer in optimizers:
+            for name in ("train", "eval"):  # of a schedule-free optimizer: they change the weights that this rank owns
+                if (method := getattr(optimizer, name, None)) is not None:
+                    setattr(optimizer, name, self._then_broadcast(optimizer, run)(method))
+        return optimizers
+
+    @contextlib.contextmanager
+    def _then_broadcast(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Iterator[None]:
+        yield
+        with run.peers.traffic.sent_by("parameters"):
+            self._broadcast_parameters(_parameters_of(optimizer), run)
+
+    @torch.no_grad()
     def _broadcast_parameters(self, parameters: list[nn.Parameter], run: RunContext) -> None:
         """Broadcast each of `parameters` from its owner to all ranks, one message per bucket."""
-        peers, owned = run.peers.unchecked, defaultdict[int, list[nn.Parameter]](list)
+        owned = defaultdict[int, list[nn.Parameter]](list)
         for parameter in parameters:
             owned[self._owners[parameter]].append(parameter)
+        peers = run.peers.unchecked
         for owner, theirs in sorted(owned.items()):
             for group in _buckets(theirs, self.bucket_cap_mb * 1e6):
                 if len(group) == 1:
@@ -292,6 +311,10 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         mine = {name: entry for name, entry in taken_out(state["state"]) if name not in others}
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": mine}, optimizer, module))
         return True
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @frozen

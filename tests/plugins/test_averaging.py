@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import stratagem as sg
-from stratagem.callbacks import EMA, StochasticWeightAveraging
+from stratagem.callbacks import EMA, ModelCheckpoint, StochasticWeightAveraging
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference
@@ -135,3 +135,25 @@ def test_stochastic_weight_averaging_says_where_it_cannot():
         sg.Trainer(
             max_epochs=2, strategy="fsdp", devices=1, callbacks=StochasticWeightAveraging(swa_lrs=0.1), **QUIET
         ).fit(Net(), BATCHES)
+
+
+def test_buffers_are_averaged_as_torch_does(tmp_path):
+    batches = joined_batches(6, 16)
+    reference, model = Normalized(), Normalized()
+    averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    optimizer = reference.configure_optimizers()
+    for batch in batches:
+        reference.criterion(reference(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(reference)
+    keeper = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    for path, callbacks in {None: [keeper], tmp_path / "step=3.ckpt": []}.items():
+        averaging = EMA(decay=0.5, use_buffers=True)
+        options = QUIET | {"enable_checkpointing": bool(callbacks)}
+        trainer = sg.Trainer(max_epochs=1, callbacks=[averaging, *callbacks], **options)
+        trainer.fit(model, batches, ckpt_path=path)
+
+    floating = {name: value for name, value in averaged.module.state_dict().items() if value.is_floating_point()}
+    assert any("running" in name for name in floating)
+    assert relative_difference({name: model.state_dict()[name] for name in floating}, floating) < 1e-6

@@ -45,8 +45,7 @@ class WeightAveraging(Callback):
     """Average the weights while they are trained: derive from it to say when and how.
 
     Validation during training uses the average; training continues with the weights. At the end the model has the
-    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy). Buffers are not
-    averaged: they are those of the model.
+    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy).
     """
 
     # If models differ between ranks, so would their averages.
@@ -56,6 +55,8 @@ class WeightAveraging(Callback):
     evaluate: bool = True
     #: Leave the average in the model when training ends.
     keep: bool = True
+    #: Average floating-point buffers, such as the statistics of batch normalization, too; else they are the model's.
+    use_buffers: bool = False
     #: Returns the new average of a parameter: ``avg_fn(average, weight, num_averaged)``, as for torch's AveragedModel.
     #: By default all updates count equally.
     avg_fn: Callable[..., Any] | None = None
@@ -100,6 +101,7 @@ class WeightAveraging(Callback):
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
         self._last_step = trainer.global_step
+        _refuse_second_average(trainer, self._name)
         if any(parameter.is_meta for parameter in module.parameters()):
             raise ConfigError(
                 f"{self._name} averages the parameters of a process, and "
@@ -108,13 +110,16 @@ class WeightAveraging(Callback):
                 do="drop the callback, or set strategy.parallel.pipeline to 1",
             )
         if self._pending is not None:
-            parameters = dict(module.named_parameters())
-            unknown = set(self._pending) - set(parameters)
+            tensors, pending = self._averaged(module), self._pending
+            unknown = set(pending) - set(tensors)
             if unknown:
                 raise ConfigError(
                     f"{self._name} has an average of {min(unknown)!r}", expected="parameters of this model"
                 )
-            self.average = {name: _like(value, parameters[name]) for name, value in self._pending.items()}
+            self.average = {
+                name: _like(pending[name], tensor) if name in pending else tensor.clone()
+                for name, tensor in tensors.items()
+            }
             self._pending = None
 
     @hookimpl
@@ -129,8 +134,14 @@ class WeightAveraging(Callback):
         if trainer.position.epoch_ended and self.should_update(epoch_idx=trainer.current_epoch):
             self._update(module)
 
+    def _averaged(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return what is averaged, by name."""
+        buffers = module.named_buffers() if self.use_buffers else ()
+        floating = {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        return {name: parameter.detach() for name, parameter in module.named_parameters()} | floating
+
     def _update(self, module: nn.Module) -> None:
-        trained = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        trained = self._averaged(module)
         if not self.average:
             self.average = {name: parameter.clone() for name, parameter in trained.items()}
             self.num_averaged = 1
@@ -167,7 +178,7 @@ class WeightAveraging(Callback):
 
     def _swap_in(self, trainer: TrainerView) -> None:
         if self.evaluate and self.average:
-            self._saved = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+            self._saved = {name: tensor.clone() for name, tensor in self._averaged(trainer.module).items()}
             self._put(trainer, self.average)
 
     def _swap_out(self, trainer: TrainerView) -> None:
@@ -181,8 +192,8 @@ class WeightAveraging(Callback):
             trainer.run.ask("load_model_state", state=state, module=trainer.module, strict=False)
             return
         with torch.no_grad():
-            for name, parameter in trainer.module.named_parameters():
-                parameter.copy_(values[name])
+            for name, tensor in self._averaged(trainer.module).items():
+                tensor.copy_(values[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages as full tensors. Collective with a sharded strategy."""
@@ -223,6 +234,16 @@ class EMA(WeightAveraging):
     def update(self, averages: list[Any], weights: list[Any]) -> None:
         """Move `averages` towards `weights`."""
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
+
+
+def _refuse_second_average(trainer: TrainerView, name: str) -> None:
+    """Refuse optimizers with `train` and `eval`: what they evaluate is an average already."""
+    for optimizer in trainer.optimizers:
+        if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} averages the weights itself, and {name} does, too",
+                expected="one of the two", do=f"drop {name}",
+            )  # fmt: skip
 
 
 def _rates(instance: Any, attribute: Any, value: float | list[float]) -> None:
@@ -267,6 +288,7 @@ class StochasticWeightAveraging(Callback):
                 f"{trainer.run.title_of(trainer.run.strategy)} shards them",
                 do="use the callback 'ema', which averages shards",
             )
+        _refuse_second_average(trainer, "stochastic_weight_averaging")
         if len(trainer.optimizers) != 1:
             raise ConfigError(
                 f"stochastic_weight_averaging found {len(trainer.optimizers)} optimizers", expected="one",

@@ -291,8 +291,6 @@ def _clip(value: Value) -> _Rows:
 def _interval(value: Value) -> _Rows:
     if value.literal is None:
         yield CHANGE, _LEAVE_OUT, ""
-    elif isinstance(value.literal, str | dict):
-        yield CHANGE, "a number of batches, or a fraction of the epoch", "intervals of time are not available yet"
 
 
 _VALUES: Final[dict[str, Callable[[Value], _Rows]]] = {

@@ -296,6 +296,10 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
     },
     "BackboneFinetuning": {"lambda_func": "multiplier=, its factor", "verbose": _LEAVE_OUT, "rounding": _LEAVE_OUT},
     "StochasticWeightAveraging": {"device": _LEAVE_OUT},
+    "EMAWeightAveraging": {
+        "device": _LEAVE_OUT, "update_every_n_steps": "every_n_steps=", "update_starting_at_step": "start_step=",
+        "update_starting_at_epoch": "a class that derives from EMA, with should_update(step_idx, epoch_idx)",
+    },
     "DDPStrategy": _TO_TRAINER,
     "FSDPStrategy": _TO_TRAINER | {
         "activation_checkpointing": "activation_checkpointing_policy=", "process_group": "device_mesh=",

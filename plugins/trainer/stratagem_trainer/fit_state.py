@@ -88,6 +88,8 @@ class FitState:
     train_batches: ResumableBatches | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: What `training_step` returned last.
     last_outputs: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: Whether optimizers that have `train()` and `eval()` are in "train" or "eval" mode.
+    optimizer_mode: str = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default="eval")
     #: Number of the loader whose batches are used now.
     dataloader_idx: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=0)
     #: Called once after the current batch, when all callbacks have seen its end; they raise to end training. Threads
@@ -124,6 +126,12 @@ class FitState:
     def accumulation_in(self, epoch: int) -> int:
         """Return over how many batches gradients accumulate in `epoch`."""
         return next(n for begin, n in reversed(self.accumulation.items()) if begin <= epoch)
+
+    @property
+    def validates_in_time(self) -> bool:
+        """Whether a time lies between two validations, rather than a number of batches."""
+        settings = self.settings
+        return not isinstance(settings.val_check_interval, int | float) and not settings.fast_dev_run
 
     @property
     def at_step_boundary(self) -> bool:

@@ -22,8 +22,10 @@ from stratagem_trainer.metric_log import end_epoch, log_last_step, log_step
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.module import overrides
 from stratagem_trainer.optimizer_handle import watched_steps
+from stratagem_trainer.optimizer_modes import set_mode
 from stratagem_trainer.signatures import takes
 from stratagem_trainer.token_loss import SummedLosses, UnevenTargets
+from stratagem_trainer.validation_clock import ValidationClock
 
 if TYPE_CHECKING:
     from stratagem_trainer.fit_state import FitState
@@ -72,6 +74,8 @@ class TrainLoop:
         self._listen_to_backward()
         self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
         self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
+        #: Says when to validate, for a `val_check_interval` in time.
+        self.clock = ValidationClock(state) if state.validates_in_time and any(state.num_val_batches) else None
         self._over = None if self.deadline is None else LateFlag(self.run.collectives.duplicate("flags"))
 
     def _training(self) -> Callable[[Any, int, bool], Any]:
@@ -136,6 +140,7 @@ class TrainLoop:
         if position.epoch_ended:
             self._begin(position.epoch + 1)
         state.stage_metrics.closed = ""
+        set_mode(state, "train")
         state.events.emit("on_train_start")
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # gradients that an earlier fit left in an open window are computed again
@@ -150,6 +155,7 @@ class TrainLoop:
         log_last_step(state)
         state.outcome.reason = self._why_ended()
         state.stage_metrics.closed = "after the last epoch"
+        set_mode(state, "eval")
         state.events.emit("on_train_end")
         state.last_outputs = None  # it holds the last graph
 
@@ -214,6 +220,8 @@ class TrainLoop:
                 self._replay(batch, batch_idx)
                 continue
             self._batch(batch, batch_idx, is_last)
+            if self.clock is not None:
+                position.validated = not self.clock.is_due(position.epoch)
             if self.skips_rest:
                 break
             if state.on_leaving:
@@ -278,6 +286,8 @@ class TrainLoop:
     def _validate(self) -> None:
         self.validate()
         self.position.validated = True
+        if self.clock is not None:
+            self.clock.restart()
 
     def _replay(self, batch: Any, batch_idx: int) -> None:
         """Compute the gradients of a batch again that the resumed run had used, in a window that was still open."""

@@ -33,6 +33,11 @@ from stratagem_trainer.moved_methods import refuse_moved_callbacks
 from stratagem_trainer.token_loss import normalization
 
 
+def _interval(instance: Any, attribute: Any, value: Any) -> None:
+    """Accept a number of batches, a fraction of them, or a time."""
+    (batch_limit if isinstance(value, int | float) else duration_or_text)(instance, attribute, value)
+
+
 @define(eq=False, repr=False, kw_only=True)
 class TrainerSettings(RunSettings):
     """The arguments of a `Trainer`: those of a run, and those of its loops."""
@@ -72,8 +77,9 @@ class TrainerSettings(RunSettings):
     limit_test_batches: int | float | None = field(default=None, validator=batch_limit)
     #: Prediction batches of each loader: a count (int), or a share of the loader (float).
     limit_predict_batches: int | float | None = field(default=None, validator=batch_limit)
-    #: Validate every n batches (int), or after each such share of an epoch (float).
-    val_check_interval: int | float = field(default=1.0, validator=batch_limit)
+    #: Validate every n batches (int), after each such share of an epoch (float), or after each such time: a timedelta,
+    #: ``{"minutes": 30}``, or "DD:HH:MM:SS".
+    val_check_interval: int | float | timedelta | dict[str, float] | str = field(default=1.0, validator=_interval)
     #: Validate in every nth epoch; None counts the batches of `val_check_interval` over epochs.
     check_val_every_n_epoch: int | None = field(default=1, validator=at_least(1))
     #: Make the loaders of the module or the data module again for every nth epoch; 0 makes them once.

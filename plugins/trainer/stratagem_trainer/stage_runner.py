@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from stratagem_trainer.metric_objects import gathered_once
 from stratagem_trainer.module import Module, build, overrides
 from stratagem_trainer.module_checks import check, check_optimizers
 from stratagem_trainer.optimizer_handle import OptimizerHandle
+from stratagem_trainer.optimizer_modes import check_modes, has_modes, in_mode, keep_training_weights, set_mode
 from stratagem_trainer.optimizers import read
 from stratagem_trainer.progress import LIGHTNING_VERSION
 from stratagem_trainer.request import RequestLoaders, StageRequest
@@ -127,6 +129,8 @@ class StageRunner:
         state.loaders, state.make_loaders = {}, self._make_fit_loaders
         import_dynamo()
         run.prepare(self.module, self._make_optimizers)
+        check_modes(run)
+        state.optimizer_mode = "eval"
         self._make_fit_loaders()
         earlier, state.make_loaders = state.train_batches, None
         counts = target_counts(self.settings.loss_normalization, run)
@@ -158,6 +162,10 @@ class StageRunner:
         try:
             with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
                 TrainLoop(self.state, train_batches, self.validate, self.reload_loaders).fit()
+        except BaseException:
+            if self.run.world_size == 1:  # others may not know of it
+                set_mode(self.state, "eval")
+            raise
         finally:
             self.state.fitting = False
 
@@ -183,6 +191,8 @@ class StageRunner:
             for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step
         check_optimizers(self.module, optimizers, self.run.stack)
+        for optimizer in filter(has_modes, optimizers):
+            keep_training_weights(optimizer, self.run)
         return optimizers
 
     def _make_fit_loaders(self) -> None:
@@ -241,9 +251,12 @@ class StageRunner:
         state.num_training_batches, state.batch_size = size, getattr(loader, "batch_size", None)
         state.num_val_batches = [self.loaders.limited("val", loader, limit) for loader in self.val_loaders]
         across, interval = settings.check_val_every_n_epoch is None, settings.val_check_interval
-        if not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches)):
+        if state.validates_in_time:
+            state.batches_between_validations = sys.maxsize  # `ValidationClock` decides
+        elif not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches)):
             state.batches_between_validations = size
         else:
+            assert isinstance(interval, int | float), "a time was handled above"
             state.batches_between_validations = _validation_interval(interval, size, across)
 
     def _sanity_check(self) -> None:
@@ -270,7 +283,8 @@ class StageRunner:
         if self.val_loaders and (self.settings.fast_dev_run or (state.position.epoch + 1) % every == 0):
             if overrides(self.module, "on_validation_model_zero_grad") and state.at_step_boundary:
                 self.module.on_validation_model_zero_grad()
-            evaluate(state, "validate", self.val_loaders, state.num_val_batches)
+            with in_mode(state, "eval"):
+                evaluate(state, "validate", self.val_loaders, state.num_val_batches)
 
     # --- Validate, test, predict ---------------------------------------------------------------------------------
 
@@ -280,6 +294,7 @@ class StageRunner:
         # A module that was wrapped for training is used as it is; another one is wrapped for evaluation.
         if run.model is None or run.module is not self.module:
             run.prepare(self.module, stage=stage)
+        set_mode(state, "eval")  # an exception may have ended a fit in the other one
         if checkpoint is not None:
             strict, frozen = self.module.strict_loading, checkpoint.get("frozen")
             state_io.load_model(run, checkpoint["state_dict"], self.module, strict, self.read_from, frozen)

@@ -84,7 +84,7 @@ class Trainer(View):
         limit_val_batches: float | None = None,
         limit_test_batches: float | None = None,
         limit_predict_batches: float | None = None,
-        val_check_interval: float = 1.0,
+        val_check_interval: float | timedelta | Mapping[str, float] | str = 1.0,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         log_every_n_steps: int = 50,

@@ -38,6 +38,7 @@ from stratagem_trainer.api import has_role
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.hyperparameters import stored_hyperparameters
 from stratagem_trainer.module import build, overrides
+from stratagem_trainer.optimizer_modes import forget_training_weights, set_mode
 from stratagem_trainer.progress import LIGHTNING_VERSION
 from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
 
@@ -111,8 +112,9 @@ def _of_this_rank(fit: FitState) -> dict[str, Any]:
 
 
 def dump_optimizers(fit: FitState) -> dict[str, Any]:
-    """Return the states of optimizers and schedulers."""
+    """Return the states of optimizers, in eval mode if they have it, and of schedulers."""
     run = fit.run
+    set_mode(fit, "eval")
     return {
         "optimizers": [run.ask("optimizer_state", optimizer=o, module=fit.module) for o in run.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in fit.lr_scheduler_configs],
@@ -267,6 +269,8 @@ def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the ch
 def restore_worker_state(fit: FitState, worker_state: dict[str, Any]) -> None:
     """Apply what the workers of an earlier fit of this module sent back. Collective."""
     restore_optimizers(fit, dict(worker_state))
+    if fit.run.is_worker:
+        forget_training_weights(fit.run)
     # If this process trained, its plugins have their state.
     identity.restore(fit.run.stack, worker_state.get("plugins", {}))
     ranks, position = worker_state.get("ranks", []), fit.position

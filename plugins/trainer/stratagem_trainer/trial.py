@@ -14,6 +14,7 @@ from stratagem.stack import identity
 from stratagem_trainer import fit_state
 from stratagem_trainer.api import mean_loss
 from stratagem_trainer.metrics import StageMetrics
+from stratagem_trainer.optimizer_modes import set_mode
 from stratagem_trainer.progress import Position
 from stratagem_trainer.signatures import takes
 from stratagem_trainer.token_loss import SummedLosses
@@ -31,6 +32,8 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
     _check(state, who)
     module, run, train_batches = state.module, state.run, state.train_batches
     assert train_batches is not None, "a trial is made during a fit"
+    mode = state.optimizer_mode
+    set_mode(state, "train")
     tensors = [*module.parameters(), *module.buffers()]
     saved = [tensor.detach().clone() for tensor in tensors]
     (optimizer,) = state.run.optimizers
@@ -54,6 +57,7 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
         state.stage_metrics = stage_metrics
         for part, training in modes:
             part.training = training
+        set_mode(state, mode)
 
 
 def _check(state: FitState, who: str) -> None:

@@ -17,6 +17,7 @@ from stratagem_trainer.api import SavedCheckpoint, has_role, mean_loss
 from stratagem_trainer.call_view import CallView
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 from stratagem_trainer.metrics import LogOptions
+from stratagem_trainer.optimizer_modes import in_mode
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -298,10 +299,11 @@ class View(CallView):
         if self._state.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
         self.run.collectives.barrier_with_timeout("save_checkpoint", fit_state.BARRIER_TIMEOUT_S)
-        with collecting():
-            state = trainer_state.dump(self._state, weights_only, trainable_only)
-        self._state.events.emit("on_save_checkpoint", checkpoint=state)
-        self.run.ask("save_checkpoint", state=state, path=as_path(filepath))
+        with in_mode(self._state, "eval"):
+            with collecting():
+                state = trainer_state.dump(self._state, weights_only, trainable_only)
+            self._state.events.emit("on_save_checkpoint", checkpoint=state)
+            self.run.ask("save_checkpoint", state=state, path=as_path(filepath))
         saved = SavedCheckpoint(as_path(filepath), self.global_step, resumable=not (weights_only or trainable_only))
         self._state.outcome.newest_checkpoint = saved
         self.run.after_save(saved.mark_written)
