@@ -121,9 +121,9 @@ def main() -> None:
             loss_normalization=normalization, val_check_interval=EVERY * ACCUMULATE,
         )  # fmt: skip
     by_batches, by_tokens = curves.values()
-    print("| step | mean of batches | mean over tokens |\n|---|---|---|")
+    print("| batches | mean of batches | mean over tokens |\n|---|---|---|")
     for index, ((_, first), (_, second)) in enumerate(zip(by_batches, by_tokens, strict=True), 1):
-        print(f"| {index * EVERY} | {first:.3f} | {second:.3f} |", flush=True)
+        print(f"| {index * EVERY * ACCUMULATE} | {first:.3f} | {second:.3f} |", flush=True)
 
     train, held_out = loaders(manual(), vocabulary, 32)
     print("\nWindows of 64 tokens, 32 a step; loss on held-out text\n")

@@ -164,7 +164,7 @@ class SummedLosses:
         for optimizer in optimizers:
             _scale_gradients(optimizer, factor)
         if not self.position.loss_divisor:
-            known = max(float(share), 1e-30)
+            known = max(self.run.peers.values(share, 1.0), 1e-30)
             self.position.loss_divisor = 2.0 ** round(math.log2(known))  # a power of two changes no digit
 
     def refuse_uncounted(self, outputs: Any) -> None:
