@@ -89,7 +89,7 @@ def test_a_document_longer_than_a_row_is_refused():
 
 
 def alone(query, key, value, document_ids, **options):
-    """Attention of each document by itself."""
+    """Attention of each document alone."""
     rows = []
     for row, ids in enumerate(document_ids):
         parts = [(ids == number).nonzero().flatten() for number in ids.unique()]

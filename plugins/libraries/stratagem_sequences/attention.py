@@ -60,7 +60,8 @@ def block_mask(document_ids: Tensor, *, is_causal: bool = True) -> BlockMask:
 def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    attend: Callable[..., Any] = flex_attention
+    return attend if torch.compiler.is_compiling() else _compiled(attend)
 
 
 @functools.cache
@@ -79,4 +80,5 @@ def _one_by_one(
         F.scaled_dot_product_attention(*each, is_causal=is_causal, **options)[0].transpose(0, 1)
         for each in zip(documents(query), documents(key), documents(value), strict=True)
     ]
-    return torch.cat(out).unflatten(0, (query.shape[0], -1)).transpose(1, 2)
+    rows: Tensor = torch.cat(out).unflatten(0, (query.shape[0], -1))
+    return rows.transpose(1, 2)
