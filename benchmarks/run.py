@@ -55,6 +55,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "overhead": Benchmark("What a step costs", quick=("--steps", "500", "--rounds", "3"), column=1),
     "callbacks": Benchmark("What callbacks and options of a step cost", quick=("--steps", "500", "--rounds", "2")),
     "optimizers": Benchmark("Optimizers of torch on a CPU", column=3),
+    "packing": Benchmark("Packed sequences", column=1),
     "ddp": Benchmark("Two DDP ranks", quick=("--rounds", "3")),
     "ranks": Benchmark("More ranks"),
     "comm_hooks": Benchmark("Communication hooks"),
