@@ -56,6 +56,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "callbacks": Benchmark("What callbacks and options of a step cost", quick=("--steps", "500", "--rounds", "2")),
     "optimizers": Benchmark("Optimizers of torch on a CPU", column=3),
     "learning": Benchmark("What a GPT learns from the same tokens"),
+    "packing": Benchmark("Packed sequences", column=1),
     "ddp": Benchmark("Two DDP ranks", quick=("--rounds", "3")),
     "ranks": Benchmark("More ranks"),
     "comm_hooks": Benchmark("Communication hooks"),

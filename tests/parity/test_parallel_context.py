@@ -14,9 +14,10 @@ from torch.nn import functional as F  # noqa: N812
 import stratagem as sg
 from stratagem.api.seeding import seeded
 from stratagem_parallel import context_mean, context_offset
+from stratagem_sequences import PackingCollator, document_attention
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import relative_difference, train_module_plainly
-from stratagem_testing.training import share, weights_of
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
@@ -232,3 +233,82 @@ def test_a_loop_of_your_own_that_evaluates_is_not_compared():
     for shapes, said in run_in_processes(_evaluate_by_hand, 2):
         assert shapes == [(8, LENGTH // 2, VOCABULARY)] * 2
         assert "compared" not in said
+
+
+# --- Packed documents ----------------------------------------------------------------------------------------------
+
+#: Whether a border lies where sequences are cut, elsewhere, or at none of both in the last row.
+ROWS = [[8, 8], [5, 11], [9, 4, 3], [16]]
+
+
+def packed_batches(number=6):
+    collate = PackingCollator(max_tokens=LENGTH)
+    draw = torch.Generator().manual_seed(5)
+    return [
+        collate([{"input_ids": torch.randint(VOCABULARY, (n,), generator=draw)} for row in ROWS for n in row])
+        for _ in range(number)
+    ]
+
+
+class PackedGPT(GPT):
+    """Computes attention within documents, whose ids it has for whole sequences."""
+
+    def training_step(self, batch, batch_idx):
+        attend = document_attention(batch["document_ids"])
+        x = self.tokens(batch["input_ids"]) + self.positions(batch["position_ids"])
+        for block in self.blocks:
+            y = block.norms[0](x)
+            query = block.query(y).unflatten(-1, (block.heads, -1)).transpose(1, 2)
+            key, value = block.keys(y).unflatten(-1, (2, block.key_heads, -1)).transpose(1, 3).unbind(2)
+            x = x + block.out(attend(query, key, value, enable_gqa=True).transpose(1, 2).flatten(-2))
+            x = x + block.mlp(block.norms[1](x))
+        return self.criterion(self.head(x), batch["targets"])
+
+
+class PackedLlama(Llama):
+    def training_step(self, batch, batch_idx):
+        return self.model(**{name: batch[name] for name in TOKENS}, use_cache=False).loss
+
+
+TOKENS = ("input_ids", "position_ids", "labels")
+
+
+def _with_targets(batch):
+    """Return `batch` with labels that are shifted before sequences are cut."""
+    following = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    return {**batch, "targets": following}
+
+
+def _plainly(module, batches):
+    optimizer = module.configure_optimizers()
+    for batch in batches:
+        module.training_step(batch, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def _train_packed(rank, world_size, model, method, cut):
+    batches = [_with_targets(batch) for batch in packed_batches()]
+    plain = _plainly(model(), batches)
+    strategy = {"name": "parallel", "context": world_size, "context_method": method, "context_tensors": cut}
+    trainer = sg.Trainer(strategy=strategy, devices=world_size, **QUIET)
+    said = outcome(lambda: trainer.fit(model(), batches))
+    return said if said != "nothing" else relative_difference(weights_of(trainer), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "all_gather"])
+@pytest.mark.parametrize(("model", "cut"), [(PackedGPT, (*TOKENS, "targets")), (PackedLlama, TOKENS)])
+def test_packed_documents_train_as_in_one_process(model, cut, method):
+    for difference in run_in_processes(_train_packed, 2, model, method, cut):
+        assert isinstance(difference, float), difference
+        assert difference < 1e-6
+
+
+@pytest.mark.slow
+def test_cut_document_ids_are_refused_on_all_ranks():
+    found = run_in_processes(_train_packed, 2, PackedGPT, "auto", None)
+
+    assert found[0] == found[1]
+    assert "refused: scaled_dot_product_attention got an attn_mask of shape (4, 1, 8, 8)" in found[0]

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from ports import free_port
 from programs import scripts
+from selection import HEAVY
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing import run_in_processes
 
@@ -211,7 +212,7 @@ def write_texts(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_loaders_of_the_guide_are_read(names, tmp_path):
     write_texts(tmp_path)
-    plain, module, stream, several, pairs, growing = snippets("data.md")
+    plain, module, stream, several, pairs, growing, *_ = snippets("data.md")
     steps = []
     for source in (plain, module, stream, pairs, growing):
         exec(source, names)
@@ -220,6 +221,24 @@ def test_the_loaders_of_the_guide_are_read(names, tmp_path):
 
     assert steps == [8, 2 * 6, 6, 8, 2 + 4 + 6]
     assert set(names["trainer"].callback_metrics) >= {"error/dataloader_idx_0", "error/dataloader_idx_1"}
+
+
+@HEAVY
+@pytest.mark.slow
+def test_the_guide_packs_sequences_and_groups_their_lengths(names, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    packed, wrapped, grouped = (source for source in snippets("data.md") if "position_ids" in source)
+    for source in (packed, grouped):
+        exec(source, names)
+        assert names["trainer"].global_step == 2 * (4 if source is packed else 16)
+    exec(wrapped, names)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    trainer = sg.Trainer(max_steps=2, default_root_dir=tmp_path / "llama", barebones=True, accelerator="cpu")
+    trainer.fit(names["Packed"](transformers.LlamaForCausalLM(config)), names["packed"])
+
+    assert trainer.global_step == 2
 
 
 def test_shares_without_a_length_need_numbers_of_batches(names, tmp_path):

@@ -349,8 +349,8 @@ def test_importing_the_package_imports_no_layer():
 NOT_NEEDED = {
     "packaging.requirements", "stratagem.cli", "stratagem.stack.class_lookup",
     "stratagem.distributed.attempts", "stratagem.runtime.run", "stratagem.runtime.transfer",
-    "stratagem_ddp_sharded", "stratagem_deferred_init", "stratagem_transforms", "stratagem_peer_diagnosis.watchdog",
-    "stratagem_trainer.command_line", "stratagem_trainer.trial",
+    "stratagem_ddp_sharded", "stratagem_deferred_init", "stratagem_sequences", "stratagem_transforms",
+    "stratagem_peer_diagnosis.watchdog", "stratagem_trainer.command_line", "stratagem_trainer.trial",
 }  # fmt: skip
 FIT = """
 import sys

@@ -2,7 +2,8 @@
 
 These models number positions from 0, shift labels by one and build masks from what they are given. So they are given
 what belongs to a part, in a hook before forward: `position_ids` of whole sequences, `shift_labels` with the label after
-the part, and no padding mask if it masks nothing. What they would compute wrongly is refused.
+the part, a mask of whole sequences if documents are packed, and no padding mask if it masks nothing. What they would
+compute wrongly is refused.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class HuggingFaceModels:
         _check_window(model, tokens.shape[1] * self.axis.over.world_size)
         if "attention_mask" in given:
             self._check_mask(given.pop("attention_mask"))
+        elif "position_ids" in given and given["position_ids"].dim() == 2 and _is_causal(model):
+            given["attention_mask"] = self._within_documents(given["position_ids"])
         if "position_ids" not in given and "position_ids" in parameters:
             given["position_ids"] = self._positions(model, tokens)
         if "labels" in given and "shift_labels" not in given and _shifts_labels(model):
@@ -82,6 +85,18 @@ class HuggingFaceModels:
                 expected="sequences without padding: the model would combine the mask of a part with that part alone",
                 do="pack sequences to one length; padding after causal sequences needs no mask, only labels of -100",
             )
+
+    def _within_documents(self, positions: Tensor) -> Tensor | None:
+        """Return a causal mask of whole sequences within documents that are packed; None if none are. Collective.
+
+        Documents begin where positions do not count on, as transformers finds them, which would look at a part alone.
+        """
+        parts = self.axis.over.unchecked.all_gather(positions.contiguous())
+        whole = torch.cat(list(parts), -1)
+        documents = (whole.diff(dim=-1, prepend=whole[..., :1] - 1) != 1).cumsum(-1)
+        if not self.axis.over.values(documents.any(), False):
+            return None
+        return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
     def _positions(self, model: nn.Module, tokens: Tensor) -> Tensor:
         names = {type(part).__name__ for part in model.modules()}
@@ -126,6 +141,10 @@ def _check_window(model: Any, length: int) -> None:
                 expected="attention over whole sequences with strategy.parallel.context",
                 do=f"set config.{name} to None, or use shorter sequences",
             )
+
+
+def _is_causal(model: nn.Module) -> bool:
+    return any(getattr(module, "is_causal", False) for module in model.modules())
 
 
 def _shifts_labels(model: Any) -> bool:
