@@ -124,10 +124,14 @@ def test_each_target_counts_alike(returns, strategy):
         assert len(found) == len(MASKS) * len(WINDOWS)
 
 
-def test_a_sum_is_refused_where_an_engine_has_the_gradients():
-    trainer = sg.Trainer(strategy="deepspeed_stage_1", devices=1, **QUIET)
+def _refused(rank, world_size, strategy):
     with pytest.raises(ConfigError, match="returned a 'count', and strategy 'deepspeed_stage_1' keeps gradients"):
-        trainer.fit(Reader("sum"), texts("some"))
+        _trained(rank, world_size, strategy, "sum", MASKS[:1], WINDOWS)
+
+
+@pytest.mark.slow
+def test_a_sum_is_refused_where_an_engine_has_the_gradients():
+    run_in_processes(_refused, 2, "deepspeed_stage_1")
 
 
 class Unsized:

@@ -115,8 +115,8 @@ def test_imports(old, new):
 @pytest.mark.parametrize(
     "script",
     [
-        "from lightning.pytorch.utilities import CombinedLoader\nCombinedLoader({})",
-        "import pytorch_lightning as pl\npl.utilities.CombinedLoader({})",
+        "from lightning.pytorch.utilities import GradClipAlgorithmType\nGradClipAlgorithmType()",
+        "import pytorch_lightning as pl\npl.utilities.GradClipAlgorithmType()",
         "from pytorch_lightning.loggers import CometLogger",
         "from pytorch_lightning.callbacks import ModelCheckpoint\nclass Mine(ModelCheckpoint): pass",
         "from pytorch_lightning.loggers import Logger\nclass Mine(Logger): pass",
@@ -153,10 +153,10 @@ def test_statements_of_the_same_line_stay(old, new):
 
 
 def test_an_import_stays_for_what_is_left_of_it():
-    script = "import pytorch_lightning as pl\npl.Trainer()\npl.utilities.CombinedLoader({})\n"
+    script = "import pytorch_lightning as pl\npl.Trainer()\npl.utilities.GradClipAlgorithmType()\n"
 
     assert rewritten(script) == (
-        "import pytorch_lightning as pl\nimport stratagem as sg\nsg.Trainer()\npl.utilities.CombinedLoader({})\n"
+        "import pytorch_lightning as pl\nimport stratagem as sg\nsg.Trainer()\npl.utilities.GradClipAlgorithmType()\n"
     )
 
 

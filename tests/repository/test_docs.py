@@ -239,7 +239,7 @@ def test_the_snippets_about_training_run(tmp_path, capsys):
     for source in snippets("docs/training.md"):
         exec(source, names)
         steps.append(names["trainer"].global_step)
-    assert steps == [2 + 4, 4, 4, 4, 12, 4]
+    assert steps == [2 + 4, 4, 4, 4, 4, 12, 4]
     assert {path.name for path in (tmp_path / "look").iterdir()} >= {"report.html", "profile-simple-rank0.txt"}
     output = capsys.readouterr().out
     assert "Classifier: " in output

@@ -212,11 +212,12 @@ def write_texts(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_loaders_of_the_guide_are_read(names, tmp_path):
     write_texts(tmp_path)
-    plain, module, stream, several, pairs, growing, *_ = snippets("data.md")
+    plain, module, stream, both, mixed, several, growing, *_ = snippets("data.md")
     steps = []
-    for source in (plain, module, stream, pairs, growing):
+    for source in (plain, module, stream, both, growing):
         exec(source, names)
         steps.append(names["trainer"].global_step)
+    exec(mixed, names)
     exec(several, names)
 
     assert steps == [8, 2 * 6, 6, 8, 2 + 4 + 6]
