@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import pytest
@@ -118,6 +119,39 @@ def test_an_optimizer_state_that_does_not_fit_is_named(limit):
     held = sum(said(kind, text) for kind in ("parameters", "gradients", "optimizer state"))
     assert 0 <= float(re.search(r"([\d.]+) MiB is allocated by PyTorch", cause)[1]) - held < OTHER / MIB
     assert 'strategy="fsdp' in text, text
+
+
+@pytest.mark.parametrize("most", [4096, 1024])
+def test_a_snapshot_has_the_allocations_also_of_a_run_that_dies(limit, tmp_path, most):
+    limit(most)
+    options = {"profiler": {"name": "memory", "wait": 0}, "default_root_dir": tmp_path}
+    if most == 1024:
+        error_of(20 * MIB // WIDTH, **options)
+    else:
+        fit(8, **options)
+        assert "parameters" in (tmp_path / "memory-rank0.txt").read_text()
+
+    snapshot = pickle.loads((tmp_path / "memory-rank0.pickle").read_bytes())
+    assert sum(segment["allocated_size"] for segment in snapshot["segments"]) > PARAMETERS
+    actions = {event["action"] for event in snapshot["device_traces"][0]}
+    assert "alloc" in actions
+    assert ("oom" in actions) == (most == 1024)
+
+
+def test_a_batch_that_does_not_fit_is_computed_in_parts(limit, capsys):
+    samples, weights = 20 * MIB // WIDTH, []
+    for most, callbacks in ((4096, []), (1024, "auto_microbatch")):
+        limit(most)
+        torch.manual_seed(0)
+        module = Large()
+        fit(samples, module, callbacks=callbacks)
+        weights.append({name: value.cpu() for name, value in module.state_dict().items()})
+        del module
+        torch.cuda.empty_cache()
+
+    assert "auto_microbatch: out of memory at batch 0" in capsys.readouterr().out
+    for name, whole in weights[0].items():  # Adam moves a weight by 1e-4 in each of two steps
+        assert (whole - weights[1][name]).abs().mean() < 2e-5
 
 
 class Collects(sg.Callback):

@@ -23,6 +23,7 @@ from stratagem.callbacks import (
     BatchSizeFinder,
     GradientNorms,
     LearningRateFinder,
+    MemoryProfiler,
     ModelSummary,
     OnExceptionCheckpoint,
     PredictionWriter,
@@ -702,6 +703,52 @@ def test_the_advanced_profiler_knows_the_users_function(tmp_path):
     stats = pstats.Stats(str(tmp_path / "profile-advanced-rank0.prof"))
     assert {calls for (_, _, name), (calls, *_) in stats.stats.items() if name == "training_step"} >= {6}
     assert "cumulative" in (tmp_path / "profile-advanced-rank0.txt").read_text()
+
+
+def test_the_memory_profiler_tells_what_holds_the_memory(tmp_path, capsys):
+    module = Net()
+    trainer(tmp_path, logger=False, profiler={"name": "memory", "active": 2}).fit(module, BATCHES)
+
+    lines = (tmp_path / "memory-rank0.txt").read_text().splitlines()
+    assert "\n".join(lines) in capsys.readouterr().out
+    sizes = {line.rsplit(None, 2)[0].strip(): float(line.split()[-2]) for line in lines[1:]}
+    parameters = sum(parameter.nbytes for parameter in module.parameters()) / 2**20
+    assert sizes["parameters"] == sizes["gradients"] == pytest.approx(parameters, abs=0.051)
+    assert sizes["peak"] == pytest.approx(sum(sizes.values()) / 2, abs=0.3)
+    assert not list(tmp_path.glob("*.pickle"))
+
+
+class OnCuda:
+    """The parts of a trainer that the memory profiler uses, and what it asks of torch."""
+
+    def __init__(self, folder, monkeypatch):
+        self.run, self.default_root_dir, self.asked = self, folder, []
+        self.device, self.global_rank, self.fast_dev_run = torch.device("cuda"), 1, False
+        for name in ("_record_memory_history", "_dump_snapshot"):
+            monkeypatch.setattr(
+                torch.cuda.memory, name, lambda *args, name=name, **kwargs: self.ask(name, args, kwargs)
+            )
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+
+    def ask(self, name, args, kwargs):
+        self.asked.append((name, *args, *kwargs.values()))
+
+
+@pytest.mark.parametrize(
+    ("error", "dumps"), [(torch.OutOfMemoryError("CUDA out of memory"), True), (KeyError(), False)]
+)
+def test_a_snapshot_is_written_when_memory_runs_out(tmp_path, monkeypatch, error, dumps):
+    made, profiler = OnCuda(tmp_path, monkeypatch), MemoryProfiler(wait=1, max_entries=9)
+    profiler.on_train_start()
+    profiler.on_train_batch_start(made)
+    assert not made.asked
+    profiler.on_train_batch_end(made)
+    profiler.on_train_batch_start(made)
+    profiler.on_exception(made, error)
+    profiler.on_exception(made, error)
+
+    snapshot = [("_dump_snapshot", str(tmp_path / "memory-rank1.pickle"))] if dumps else []
+    assert made.asked == [("_record_memory_history", 9), *snapshot, ("_record_memory_history", None)]
 
 
 def test_the_pytorch_profiler_leaves_a_trace(tmp_path, capsys):

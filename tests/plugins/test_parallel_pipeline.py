@@ -14,9 +14,10 @@ import stratagem as sg
 from stratagem.api.seeding import seeded
 from stratagem.callbacks import EMA
 from stratagem.errors import ConfigError
+from stratagem_microbatches import batch_size, merge, split
 from stratagem_parallel import ParallelStrategy
 from stratagem_parallel.pipeline.balance import cut_evenly, sizes_of_stages
-from stratagem_parallel.pipeline.microbatches import merge, split
+from stratagem_parallel.pipeline.pipeline import equal_sizes
 from stratagem_parallel.pipeline.runner import unchanged
 from stratagem_parallel.pipeline.schedules import SCHEDULES, actions, check_counts, schedule_named
 from stratagem_parallel.pipeline.timeline import timeline
@@ -132,15 +133,18 @@ def test_time_is_measured_where_the_module_has_an_example():
 
 def test_a_batch_is_divided_by_samples():
     batch = {"x": torch.arange(6), "names": list("abcdef"), "scale": torch.tensor(2.0), "flag": True}
-    parts = split(batch, 3)
+    parts = split(batch, equal_sizes(batch_size(batch), 3))
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"], ["e", "f"]]
     assert all(part["flag"] and part["scale"] == 2 for part in parts)
     with pytest.raises(ConfigError, match="a batch of 6 samples is divided into 4 micro-batches"):
-        split(batch, 4)
+        equal_sizes(batch_size(batch), 4)
     with pytest.raises(ConfigError, match="6 and of 5 in dimension 0"):
-        split((torch.zeros(6), torch.zeros(5)), 1)
-    assert merge([{"n": torch.tensor(1)}, {"n": torch.tensor(2)}]) == {"n": torch.tensor(1.5)}
+        batch_size((torch.zeros(6), torch.zeros(5)))
+    assert [part["names"] for part in split(batch, [4, 2])] == [["a", "b", "c", "d"], ["e", "f"]]
+    numbers = [{"n": torch.tensor(1), "k": 1}, {"n": torch.tensor(2), "k": 4}]
+    assert merge(numbers, [1, 1]) == {"n": torch.tensor(1.5), "k": 2.5}
+    assert merge(numbers, [1, 3]) == {"n": torch.tensor(1.75), "k": 3.25}
 
 
 # --- Tracing -----------------------------------------------------------------------------------------------------

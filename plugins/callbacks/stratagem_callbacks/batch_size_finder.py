@@ -25,7 +25,7 @@ class BatchSizeFinder(Callback):
     """Before training, try larger and larger batches until memory runs out; train with the largest that fitted.
 
     Only for one process: with several, a rank that runs out of memory leaves the others waiting. The trial steps have
-    no effect on training. A resumed run uses the size that was found.
+    no effect on training. A resumed run uses the size that was found. `auto_microbatch` keeps the batch instead.
     """
 
     #: "power" doubles the size until it fails; "binsearch" then searches between the last two.

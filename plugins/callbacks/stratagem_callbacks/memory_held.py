@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,16 @@ def host_memory() -> Memory:
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     limit = None if addresses == resource.RLIM_INFINITY else addresses
     return Memory(total=total, free=min(machine.available, total - resident), limit=limit, allocated=resident)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that tensors of this process took on `device`; of a CPU its largest resident size."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    import resource
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size
 
 
 def _limits_of_control_groups() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Profile a run by action, by Python function, or by operation."""
+"""Profile a run by action, by Python function, by operation, or by what holds memory."""
 
 from __future__ import annotations
 
@@ -408,3 +408,107 @@ class PyTorchProfiler(Callback):
             profile.stop()
 
     on_exception = on_train_end
+
+
+@define(eq=False, kw_only=True)
+class MemoryProfiler(Callback):
+    """Print and write what holds the memory of each rank's device, and on CUDA write a snapshot of its allocator.
+
+    The snapshot, for pytorch.org/memory_viz, has each allocation of `active` batches with its stack. It is also written
+    when memory runs out in one of them. The table has what is held before gradients are zeroed, and the peak.
+    """
+
+    #: Folder of ``memory-rank<r>.txt`` and ``memory-rank<r>.pickle``; ``default_root_dir`` if not given.
+    dirpath: Path | None = None
+    #: Batches to skip first: 1 leaves out what the first batch prepares, 0 is for memory that runs out in it.
+    wait: int = field(default=0, validator=at_least(0))
+    #: Batches to record; None records until training ends.
+    active: int | None = field(default=3, validator=at_least(1))
+    #: Allocations and frees that a snapshot has at most, the latest ones.
+    max_entries: int = field(default=100_000, validator=at_least(1))
+
+    _batches: int = field(init=False, default=0)
+    _recording: bool = field(init=False, default=False)
+    #: What is held, by its name.
+    _amounts: dict[str, int] = field(init=False, factory=dict)
+    _written: dict[str, str] = field(init=False, factory=dict)
+
+    def written_files(self) -> dict[str, str]:
+        """Return this rank's table and snapshot, once they are written."""
+        return self._written
+
+    @hookimpl(tryfirst=True)
+    def on_train_start(self) -> None:
+        self._batches, self._recording, self._amounts, self._written = 0, False, {}, {}
+
+    @hookimpl(tryfirst=True)
+    def on_train_batch_start(self, trainer: TrainerView) -> None:
+        if self._batches == self.wait and not trainer.fast_dev_run:
+            self._recording = True
+            self._record_history(trainer, self.max_entries)
+        self._batches += 1
+
+    @hookimpl
+    def on_before_zero_grad(self, trainer: TrainerView) -> None:
+        if self._recording:
+            from stratagem_callbacks.memory_held import held_by, peak_memory
+
+            device = trainer.run.device
+            self._amounts = held_by(trainer, device, peak_memory(device)).amounts()
+
+    @hookimpl(trylast=True)
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
+        if self.active is not None and self._batches == self.wait + self.active:
+            self._end(trainer)
+
+    @hookimpl
+    def on_train_end(self, trainer: TrainerView) -> None:
+        self._end(trainer)
+
+    @hookimpl
+    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
+        from stratagem_callbacks.memory_errors import is_out_of_memory
+
+        if self._recording and is_out_of_memory(exception):
+            self._end(trainer)
+        elif self._recording:
+            self._recording = False
+            self._record_history(trainer, 0)
+
+    def _record_history(self, trainer: TrainerView, entries: int) -> None:
+        """Have CUDA's allocator record its last `entries` events; 0 ends that."""
+        if trainer.run.device.type != "cuda":
+            return
+        import torch
+
+        if entries:
+            torch.accelerator.reset_peak_memory_stats(trainer.run.device)
+            torch.cuda.memory._record_memory_history(max_entries=entries)
+        else:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _end(self, trainer: TrainerView) -> None:
+        if not self._recording:
+            return
+        self._recording = False
+        path = _folder(trainer, self.dirpath) / f"memory-rank{trainer.global_rank}.txt"
+        if trainer.run.device.type == "cuda":
+            import torch
+
+            snapshot = path.with_suffix(".pickle")
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            self._record_history(trainer, 0)
+            self._written["memory snapshot"] = str(snapshot)
+        if self._amounts:
+            text = self.summary()
+            path.write_text(text + "\n", encoding="utf-8")
+            self._written["what holds memory"] = str(path)
+            trainer.print(text)
+
+    def summary(self) -> str:
+        """Return a table of what is held, largest first, as fractions of the peak."""
+        rows = sorted(self._amounts.items(), key=lambda row: -row[1])
+        peak, width = sum(self._amounts.values()), max(map(len, self._amounts))
+        lines = [f"{'memory':<{width}}  {'MiB':>10}  {'share':>6}"]
+        lines += [f"{name:<{width}}  {size / 2**20:>10.1f}  {size / peak:>6.1%}" for name, size in rows if size]
+        return "\n".join([*lines, f"{'peak':<{width}}  {peak / 2**20:>10.1f}  {1:>6.1%}"])

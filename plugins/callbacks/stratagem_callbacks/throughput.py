@@ -60,7 +60,8 @@ class Throughput(Callback):
     available_flops: float | None = field(default=None, validator=more_than(0))
 
     _times: Any = field(init=False, default=None)
-    _counter: Any = field(init=False, default=None)
+    #: A counter for each part of the batch whose FLOPs are counted.
+    _counters: list[Any] = field(init=False, factory=list)
     _peak: float | None = field(init=False, default=None)
     _last_step: int = field(init=False, default=-1)
     _totals: list[int] = field(init=False, factory=lambda: [0, 0, 0])
@@ -91,7 +92,8 @@ class Throughput(Callback):
             return None
         from torch.utils.flop_counter import FlopCounterMode
 
-        self._counter = counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False)
+        self._counters.append(counter)
         return counter
 
     @hookimpl
@@ -106,8 +108,9 @@ class Throughput(Callback):
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, batch: Any) -> None:
-        if self._counter is not None:
-            self.flops_per_batch, self._counter = float(self._counter.get_total_flops()), None
+        if self._counters:
+            self.flops_per_batch = float(sum(counter.get_total_flops() for counter in self._counters))
+            self._counters.clear()
         self._totals[0] += 1
         self._totals[1] += self.batch_size_fn(batch) if self.batch_size_fn is not None else infer_batch_size(batch)
         self._totals[2] += self.length_fn(batch) if self.length_fn is not None else 0

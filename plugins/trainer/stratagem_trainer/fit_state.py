@@ -102,6 +102,11 @@ class FitState:
     #: Gives training another loader, while a fit starts.
     use_loader: Callable[[Any], None] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
 
+    #: Trains a batch in place of the run's `train_step`: see `TrainerView.train_in_parts`.
+    train_batch: Callable[[Any, int, float, bool], Any] | None = field(
+        init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None
+    )
+
     #: What `Module.optimizers` returned.
     handles: list[Any] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
 

@@ -332,7 +332,10 @@ class TrainLoop:
 
     def forward_backward(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """Add the gradients of `batch`, the last one of its window if `sync`; return what `training_step` returned."""
-        outputs = self.run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
+        if (train := self.state.train_batch) is not None:
+            outputs = train(batch, batch_idx, self.divisor, sync)
+        else:
+            outputs = self.run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
         if type(outputs) is dict and "count" in outputs:
             self.sums.add(outputs, self.divisor, self.run.optimizers if sync else None)
         elif self.sums.are_known:

@@ -213,7 +213,7 @@ class StageMetrics:
             )  # fmt: skip
         metric = Metric(**options, given=given, loader=self.loader)
         metric.take_names(name, self.loader if with_loader else "")
-        if _computes(value):
+        if computes(value):
             if metric.rank_zero_only:
                 raise ConfigError(
                     f"log({name!r}) sets rank_zero_only for a {type(value).__name__}, which asks all ranks",
@@ -347,7 +347,7 @@ def _raise_difference(ranks: list[tuple[dict[str, Any], str | int]]) -> NoReturn
     )
 
 
-def _computes(value: Any) -> bool:
+def computes(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
 
 

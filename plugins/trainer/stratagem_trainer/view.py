@@ -18,6 +18,7 @@ from stratagem_trainer.call_view import CallView
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 from stratagem_trainer.metrics import LogOptions
 from stratagem_trainer.optimizer_modes import in_mode
+from stratagem_trainer.part_steps import PartSteps
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -254,6 +255,11 @@ class View(CallView):
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         return self.run.lr_scheduler_configs
+
+    def train_in_parts(self, train: Callable[[Any, int, float, bool], Any]) -> PartSteps:
+        """Have the rest of this fit train each batch by `train`; see `TrainerView`."""
+        self._state.train_batch = train
+        return PartSteps(self._state)
 
     def replace_train_loader(self, loader: Any) -> None:
         """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +10,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem.api.metric_values import combine, number
 from stratagem.errors import ConfigError
-
-#: One value: its name, a number, and the options of `Module.log`.
-Entry = tuple[str, Any, dict[str, Any]]
-_CAN_MERGE = ("mean", "sum", "max", "min")
+from stratagem_microbatches import Entry
 
 
 @define
@@ -55,34 +49,6 @@ class MicrobatchLog:
                 module.__dict__.pop("log", None)
                 if before is not None:
                     module.__dict__["log"] = before
-
-
-def combined(logs: list[MicrobatchLog]) -> list[Entry]:
-    """Return one value for each that micro-batches of equal sizes logged."""
-    calls: dict[tuple[str, int], list[tuple[Any, dict[str, Any]]]] = {}
-    for log in logs:
-        times: Counter[str] = Counter()
-        for name, value, options in log.entries:
-            calls.setdefault((name, times[name]), []).append((value, options))
-            times[name] += 1
-    merged: list[Entry] = []
-    for (name, _), entries in calls.items():
-        values, (options, *_) = zip(*entries, strict=True)
-        if options.get("batch_size") is not None:
-            options = options | {"batch_size": sum(each["batch_size"] for _, each in entries)}
-        reduce_fx = options.get("reduce_fx", "mean")
-        numbers = [number(name, value) for value in values]
-        if isinstance(reduce_fx, str) and reduce_fx in _CAN_MERGE:
-            numbers = [_merged(numbers, reduce_fx)]
-        merged += [(name, value, options) for value in numbers]
-    return merged
-
-
-def _merged(numbers: list[Any], reduce_fx: str) -> Any:
-    if reduce_fx == "mean":
-        precise = [value.double() if isinstance(value, Tensor) else value for value in numbers]
-        return sum(precise[1:], precise[0]) / len(precise)
-    return functools.reduce(lambda total, value: combine(total, value, reduce_fx), numbers, None)
 
 
 #: Dtypes of losses.

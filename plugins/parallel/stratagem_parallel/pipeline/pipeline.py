@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
+from stratagem_microbatches import batch_size, combined, merge, split, tensors_of
 from stratagem_parallel import on_demand
 from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.gradients import settle
@@ -19,8 +20,7 @@ from stratagem_parallel.pipeline import ownership
 from stratagem_parallel.pipeline.balance import sizes_of_stages
 from stratagem_parallel.pipeline.boundaries import Form, zeros_of
 from stratagem_parallel.pipeline.interception import Interception
-from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, combined, send_both
-from stratagem_parallel.pipeline.microbatches import merge, split, tensors_of
+from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, send_both
 from stratagem_parallel.pipeline.outline import Outline
 from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
 from stratagem_parallel.pipeline.runner import StageRunner, signature
@@ -212,7 +212,7 @@ class Pipeline:
     def train(self, batch: Any, batch_idx: int, divisor: float) -> Any:
         """Run forward and backward of `batch`; return what `training_step` returns. Collective."""
         run, runner = self.run, self.runner
-        parts = split(batch, self.microbatches)
+        parts = split(batch, equal_sizes(batch_size(batch), self.microbatches))
         runner.seed = seed_of(getattr(self.user, "current_epoch", 0), batch_idx)
         step = _TrainingStep(self, parts, batch_idx, divisor)
         key = "train", signature(parts[0])
@@ -367,7 +367,22 @@ class _TrainingStep:
         if not self.losses:
             return None, [], None
         loss = torch.stack([each.reshape(()) for each in self.losses]).mean()
-        return loss, combined(self.logs), merge(self.extras) if self.extras else None
+        entries = combined([log.entries for log in self.logs], [1.0] * len(self.logs))
+        return loss, entries, merge(self.extras, [1.0] * len(self.extras)) if self.extras else None
+
+
+def equal_sizes(size: int, count: int) -> list[int]:
+    """Return the sizes of `count` micro-batches of a batch of `size` samples.
+
+    Raises:
+        ConfigError: `size` is not a multiple of `count`.
+    """
+    if size % count:
+        raise ConfigError(
+            f"a batch of {size} samples is divided into {count} micro-batches", expected=f"a multiple of {count}",
+            do="change the batch size or strategy.parallel.microbatches, or set drop_last=True in the loader",
+        )  # fmt: skip
+    return [size // count] * count
 
 
 def _named(module: nn.Module, name: str) -> Any:

@@ -73,6 +73,35 @@ class FitOutcome:
     how_to_resume: str = 'fit(ckpt_path="last")'
 
 
+class PartSteps(Protocol):
+    """Trains the parts of a batch. The gradients of a part are added on this rank, unless the part ends a window."""
+
+    def train(self, part: Any, batch_idx: int, divisor: float, sync: bool) -> Any:
+        """Run forward and backward of `part`, its loss divided by `divisor`; return what `training_step` returns.
+
+        With `sync` the strategy completes the gradients of the window; without, it sends nothing in the backward.
+        """
+
+    def weight(self, part: Any, samples: int) -> float:
+        """Return how much the mean loss of `part` counts: its `samples`, or targets if `loss_normalization` says so."""
+
+    def recorded(self) -> AbstractContextManager[list[tuple[str, Any, dict[str, Any]]]]:
+        """Within, what is logged is added to a list of names, values and options, and not published.
+
+        Raises:
+            ConfigError: what is logged is an object that computes its value, such as a metric of torchmetrics.
+        """
+
+    def publish(self, entries: list[tuple[str, Any, dict[str, Any]]]) -> None:
+        """Log `entries` for the present batch."""
+
+    def send_buffers(self) -> None:
+        """Call the wrapped model without a computation: it sends now what it sends before a step. Collective."""
+
+    def average_gradients(self) -> None:
+        """Complete the gradients that parts without `sync` have added, as a backward with `sync` does. Collective."""
+
+
 class TrainerView(Protocol):
     """The trainer, as event hooks of callbacks and loggers see it."""
 
@@ -277,6 +306,14 @@ class TrainerView(Protocol):
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
         """Call `action` once, after `on_train_batch_end` of all callbacks; it may raise an error to end training."""
+
+    def train_in_parts(self, train: Callable[[Any, int, float, bool], Any]) -> PartSteps:
+        """Have the rest of this fit train each batch by ``train(batch, batch_idx, divisor, sync)``.
+
+        It trains all samples of `batch`, part by part with what this method returns, and returns what `training_step`
+        would return for the batch. The loss of the batch is divided by `divisor`; `sync` says that the batch ends its
+        accumulation window.
+        """
 
     def replace_train_loader(self, loader: Any) -> None:
         """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""
