@@ -120,5 +120,5 @@ def _one(module: torch.nn.Module) -> Tensor:
     reached = [parameter for parameter in module.parameters() if parameter.grad is not None]
     one = torch.ones((), device=reached[0].device if reached else None, requires_grad=True)
     for parameter in reached:
-        one = _Through.apply(one, parameter)
+        one = _Through.apply(one, parameter)  # type: ignore[no-untyped-call]  # torch's
     return one
