@@ -3,9 +3,9 @@
 [Note: micro-batches]
 A part with n of the N samples of a batch is differentiated with its loss times n / N, so the sum of the gradients of
 all parts is that of the batch, whatever the number of parts. Ranks may therefore compute their batches in different
-numbers of parts, and a rank that runs out of memory recovers alone: it drops the gradients of the accumulation window, puts
-buffers back, and computes the batches of the window again, each from the random state that it began with, in twice as
-many parts. Nothing that was logged or returned in the failed attempt is published.
+numbers of parts, and a rank that runs out of memory recovers alone: it drops the gradients of the accumulation
+window, puts buffers back, and computes the batches of the window again, each from the random state that it began
+with, in twice as many parts. Nothing that was logged or returned in the failed attempt is published.
 
 For this no part sends a message. With several ranks all parts run as those of a batch that is only accumulated; what
 the strategy sends in a forward (DDP: buffers) is sent before the first part of a window, in a forward without a
