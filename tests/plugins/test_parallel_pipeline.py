@@ -774,11 +774,6 @@ class Manual(Net):
     automatic_optimization = False
 
 
-class TwoOptimizers(Net):
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[2].parameters(), 0.1)]
-
-
 class Lbfgs(Net):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())
@@ -799,7 +794,6 @@ REFUSED = [
     (Net, {"microbatches": 5, "schedule": "gpipe"}, "a batch of 24 samples is divided into 5"),
     (Net, {"schedule": "zero_bubble_v", "balance": [1, 4]}, "expected 4"),
     (Manual, {}, "manual"),
-    (TwoOptimizers, {}, "multiple-optimizers"),
     (Lbfgs, {}, "closure-optimizers"),
     (OwnBackward, {}, "backward"),
 ]
