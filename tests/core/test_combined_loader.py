@@ -95,6 +95,9 @@ def test_passes_of_a_short_loader_have_orders_of_their_own():
         (([[1]], "weighted"), "weights=None; expected a positive number"),
         (({"a": [1]}, "weighted", {"b": 1}), "expected a positive number"),
         (([[1]], "min_size", [1]), "and no weights otherwise"),
+        (([[1]], "weighted", ["1"]), "expected a positive number"),
+        ((torch.utils.data.DataLoader([1, 2]),), "CombinedLoader got a DataLoader; expected a dict, list or tuple"),
+        ((iter([[1]]),), "CombinedLoader got a list_iterator"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, message):
@@ -102,6 +105,18 @@ def test_what_does_not_fit_is_refused(arguments, message):
         sg.CombinedLoader(*arguments)
 
     assert message in str(refused.value)
+
+
+def test_iterators_do_not_disturb_each_other():
+    loader = sg.CombinedLoader([[1, 2, 3], [4, 5, 6]], "sequential")
+    first = iter(loader)
+
+    assert [next(first), next(first), *loader, *first] == [1, 2, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
+
+
+def test_a_list_of_loaders_and_batches_is_refused():
+    with pytest.raises(ConfigError, match="a list of loaders has a list in it; expected a DataLoader"):
+        are_several([torch.utils.data.DataLoader([1, 2]), [1, 2]])
 
 
 def test_a_loader_that_cannot_be_read_twice_is_refused():

@@ -81,7 +81,7 @@ def plain(batches, accumulate, max_norm=None):
 def _trained(rank, world_size, strategy, returns, masks, windows):
     """Return the difference from one plain process for each mask and window, and the smallest norm."""
     found, norms = {}, []
-    normalization = "batches" if returns == "sum" else {"labels": 1}
+    counted = {} if returns == "sum" else {"loss_normalization": {"labels": 1}}
     for mask in masks:
         batches = texts(mask)
         for accumulate, max_norm in windows:
@@ -89,7 +89,7 @@ def _trained(rank, world_size, strategy, returns, masks, windows):
             norms.append(norm)
             trainer = sg.Trainer(
                 strategy=strategy, devices=world_size, accumulate_grad_batches=accumulate, gradient_clip_val=max_norm,
-                loss_normalization=normalization, **QUIET,
+                **counted, **QUIET,
             )  # fmt: skip
             trainer.fit(Reader(returns), share(trainer, batches))
             found[mask, accumulate, max_norm] = relative_difference(weights_of(trainer), expected)
@@ -157,10 +157,12 @@ class SavesAt(sg.Callback):
 def _resumed(rank, world_size, folder, returns, sized):
     """Return the weights of a run, and those of runs that continue from checkpoints within it."""
 
+    counted = {} if returns == "sum" else {"loss_normalization": {"labels": 1}}
+
     def fit(path=None, **arguments):
         trainer = sg.Trainer(
             strategy="ddp", devices=world_size, accumulate_grad_batches=3, default_root_dir=folder,
-            loss_normalization="batches" if returns == "sum" else {"labels": 1}, **(QUIET | {"max_epochs": 2}), **arguments,
+            **(QUIET | {"max_epochs": 2}), **counted, **arguments,
         )  # fmt: skip
         batches = share(trainer, texts("prompts"))
         trainer.fit(Reader(returns), batches if sized else Unsized(batches), ckpt_path=path)
@@ -183,8 +185,8 @@ def test_a_run_resumes_within_a_window(tmp_path, returns, sized):
 @pytest.mark.parametrize(("returns", "precision"), [("mean", "32-true"), ("mean", "16-mixed"), ("sum", "32-true")])
 def test_loaders_without_a_length(returns, precision):
     expected, _ = plain(texts("prompts"), 3)
-    normalization = "batches" if returns == "sum" else {"labels": 1}
-    trainer = sg.Trainer(accumulate_grad_batches=3, precision=precision, loss_normalization=normalization, **QUIET)
+    counted = {} if returns == "sum" else {"loss_normalization": {"labels": 1}}
+    trainer = sg.Trainer(accumulate_grad_batches=3, precision=precision, **counted, **QUIET)
     trainer.fit(Reader(returns), Unsized(texts("prompts")))
     assert relative_difference(weights_of(trainer), expected) < (1e-6 if precision == "32-true" else 2e-3)
 
@@ -194,13 +196,84 @@ class Lbfgs(Reader):
         return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
 
 
-def test_a_closure_evaluates_sums():
+class SkipsLast(Reader):
+    """Skips the last batch of the first window."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class EndsEpoch(Reader):
+    """Ends the first epoch within its second window."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+
+def test_windows_that_end_early_have_their_own_counts():
+    batches = texts("one sample")
+    for module, windows in (
+        (SkipsLast("sum"), [[0], [2, 3], [4, 5], [6]]),
+        (EndsEpoch("sum"), [[0, 1], [0, 1], [2, 3], [4, 5], [6]]),
+    ):
+        expected = Reader("sum")
+        optimizer = expected.configure_optimizers()
+        for window in windows:
+            outputs = [expected.training_step(batches[index], 0) for index in window]
+            (sum(each["loss"] for each in outputs) / sum(each["count"] for each in outputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        epochs = 2 if isinstance(module, EndsEpoch) else 1
+        trainer = sg.Trainer(accumulate_grad_batches=2, **(QUIET | {"max_epochs": epochs}))
+        trainer.fit(module, batches)
+        assert relative_difference(weights_of(trainer), dict(expected.state_dict())) < 1e-6, type(module).__name__
+
+
+class NoTargetsFirst(Reader):
+    def training_step(self, batch, batch_idx):
+        targets = batch[1].masked_fill(torch.tensor(batch_idx == 0), -100)
+        return super().training_step((batch[0], targets), batch_idx)
+
+
+def test_a_window_without_targets_changes_nothing():
+    trainer = sg.Trainer(**QUIET)
+    trainer.fit(NoTargetsFirst("sum"), texts("some"))
+    assert 1 < trainer.position.loss_divisor < 64
+
+
+def test_a_chosen_mean_is_not_divided_by_a_count():
     weights = []
     for returns in ("mean", "sum"):
-        trainer = sg.Trainer(**QUIET)
-        trainer.fit(Lbfgs(returns), texts("prompts", steps=3))
+        trainer = sg.Trainer(loss_normalization="batches", **QUIET)
+        trainer.fit(Reader(returns, lr=1e-4), texts("some"))
         weights.append(weights_of(trainer))
-    assert relative_difference(*weights) < 1e-5
+    assert relative_difference(*weights) > 1e-3  # that of the sum is larger
+
+
+class Attributed(dict):
+    """A batch that must not be asked for keys that it lacks."""
+
+    def __missing__(self, key):
+        raise AttributeError(key)
+
+
+class Looks(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        assert set(batch) == {"x"}
+        return self.layer(batch["x"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_batches_without_labels_are_left_alone():
+    trainer = sg.Trainer(accumulate_grad_batches=2, **QUIET)
+    trainer.fit(Looks(), [Attributed(x=torch.ones(3, 2)) for _ in range(4)])
+    assert trainer.global_step == 2
 
 
 class Tries(sg.Callback):
@@ -239,7 +312,11 @@ class CountsFirst(Reader):
         (Reader(), {"loss_normalization": "tokens"}, "counts 'labels' of a batch, and the loader yields a tuple"),
         (Reader(), {"loss_normalization": {"label": 1}}, "loss_normalization is {'label': 1}"),
         (Reader(), {"loss_normalization": "token"}, "loss_normalization is 'token'"),
+        (Reader(), {"loss_normalization": {"labels": 0.5}}, "loss_normalization.labels is 0.5"),
         (CountsFirst("sum"), {}, "returned a 'count' before, and none on rank 0 now"),
+        (Reader("sum"), {"loss_normalization": {"labels": 1}}, "returned a 'count' under loss_normalization="),
+        (Lbfgs("sum"), {}, "returned a 'count' under LBFGS"),
+        (Lbfgs(), {"loss_normalization": {"labels": 1}}, "loss_normalization is .* with LBFGS, which evaluates"),
     ],
 )
 def test_what_cannot_be_counted_is_an_error(module, options, message):

@@ -80,6 +80,24 @@ def test_a_number_of_rows_gives_batches_one_shape():
     assert shapes == [(4, 32), (4, 32), (5, 32)]
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"input_ids": [1, 2, 3], "labels": [1, 2]},
+        {"input_ids": torch.ones(1, 4, dtype=torch.long)},
+        {"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]},
+    ],
+)
+def test_what_is_not_one_sequence_is_refused(sample):
+    with pytest.raises(ConfigError, match="expected one dimension, as many labels, and no padding"):
+        PackingCollator(max_tokens=8)([sample])
+
+
+def test_empty_groups_are_refused():
+    with pytest.raises(ConfigError, match="got 3 lengths and group_size=0"):
+        LengthGroupedSampler([1, 2, 3], 0)
+
+
 def test_a_document_longer_than_a_row_is_refused():
     with pytest.raises(ConfigError, match="a sample has 30 tokens, and PackingCollator.max_tokens is 29"):
         PackingCollator(max_tokens=29)(documents())

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import Sampler
 
+from stratagem.errors import ConfigError
+
 
 class LengthGroupedSampler(Sampler[int]):
     """Draws random groups of samples in each epoch, and sorts each by length: neighbours have similar lengths.
@@ -23,9 +25,17 @@ class LengthGroupedSampler(Sampler[int]):
         lengths: of each sample of the data set.
         group_size: samples that are sorted together at most, such as 50 times the samples of a step on all processes.
             More have less padding; fewer have batches that are more random.
+
+    Raises:
+        ConfigError: no lengths, or no samples in a group.
     """
 
     def __init__(self, lengths: Sequence[int], group_size: int) -> None:
+        if not len(lengths) or group_size < 1:
+            raise ConfigError(
+                f"LengthGroupedSampler got {len(lengths)} lengths and group_size={group_size}",
+                expected="at least one of each",
+            )
         self.lengths, self.group_size = torch.as_tensor(lengths), group_size
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ class PackingCollator:
     * ``cu_seqlens`` (documents + 1,), int32: borders of these documents in the flattened rows, for varlen kernels.
 
     Raises:
-        ConfigError: a sample is longer than a row.
+        ConfigError: a sample is longer than a row, padded, not one sequence, or has labels of another length.
     """
 
     #: Tokens of a row.
@@ -73,7 +73,14 @@ class PackingCollator:
 
 def _document(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     tokens = torch.as_tensor(sample["input_ids"], dtype=torch.long)
-    labels = torch.as_tensor(sample.get("labels", tokens), dtype=torch.long).clone()
+    given = sample.get("labels")
+    labels = torch.as_tensor(tokens if given is None else given, dtype=torch.long).clone()
+    if tokens.dim() != 1 or labels.shape != tokens.shape or 0 in sample.get("attention_mask", ()):
+        raise ConfigError(
+            f"a sample has input_ids of shape {tuple(tokens.shape)} and labels of shape {tuple(labels.shape)}",
+            expected="one dimension, as many labels, and no padding",
+            do="tokenize without return_tensors and padding",
+        )
     labels[:1] = IGNORED
     return tokens, labels
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from attrs import define
 from torch.utils.data import DataLoader
 
 from stratagem.api.seeding import random_state, restore_random_state, sampler_seed
@@ -69,6 +70,10 @@ class CombinedLoader:
         self.iterables, self.mode = iterables, mode
         if mode not in MODES:
             raise ConfigError(f"CombinedLoader got mode={mode!r}", expected=f"one of {', '.join(MODES)}")
+        if not isinstance(iterables, Mapping | list | tuple):
+            raise ConfigError(
+                f"CombinedLoader got a {type(iterables).__name__}", expected="a dict, list or tuple of loaders"
+            )
         if not self.flattened:
             raise ConfigError("CombinedLoader got no loaders", expected="at least one")
         self.weights = _checked_weights(self, weights)
@@ -77,8 +82,9 @@ class CombinedLoader:
         self.epoch = 0
         #: Whether every epoch has the order of the first.
         self.repeats = False
-        self._step, self._epoch_seed = 0, 0
-        self._cursors: list[_Cursor] = []
+        self._epoch_seed = 0
+        #: That of the latest iterator.
+        self._reading = _Reading(0, [])
         self._saved: dict[str, Any] | None = None
 
     @property
@@ -90,7 +96,7 @@ class CombinedLoader:
         """Return a copy in which `change` was applied to each loader."""
         changed = copy.copy(self)
         changed.iterables, changed.seed = self._batch([change(loader) for loader in self.flattened]), sampler_seed()
-        changed._cursors, changed._saved = [], None
+        changed._reading, changed._saved = _Reading(0, []), None
         return changed
 
     def set_epoch(self, epoch: int) -> None:
@@ -110,8 +116,8 @@ class CombinedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was used of each loader."""
-        states = [cursor.state_dict() for cursor in self._cursors]
-        return {"step": self._step, "seed": self._epoch_seed, "loaders": states}
+        states = [cursor.state_dict() for cursor in self._reading.cursors]
+        return {"step": self._reading.step, "seed": self._epoch_seed, "loaders": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator begin at a position.
@@ -127,28 +133,28 @@ class CombinedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
-        self._step = saved["step"] if saved else 0
         self._epoch_seed = saved["seed"] if saved else int(torch.empty((), dtype=torch.int64).random_())
-        self._cursors = [_Cursor(loader, self.epoch, f"{self._epoch_seed}/{number}")
-                         for number, loader in enumerate(self.flattened)]  # fmt: skip
-        for cursor, state in zip(self._cursors, saved["loaders"] if saved else [], strict=False):
+        cursors = [_Cursor(loader, self.epoch, f"{self._epoch_seed}/{number}")
+                   for number, loader in enumerate(self.flattened)]  # fmt: skip
+        for cursor, state in zip(cursors, saved["loaders"] if saved else [], strict=False):
             cursor.load_state_dict(state)
-        return self._batches(self._cursors)
+        self._reading = _Reading(saved["step"] if saved else 0, cursors)
+        return self._batches(self._reading)
 
-    def _batches(self, cursors: list[_Cursor]) -> Iterator[Any]:
+    def _batches(self, reading: _Reading) -> Iterator[Any]:
         read = {"sequential": _one_after_another, "weighted": self._drawn}.get(self.mode, self._one_of_each)
         size = length(self)
         try:
             # What is not used is not read: it could draw random numbers.
-            while self._step < size and (batch := read(cursors)) is not _END:
-                self._step += 1
+            while reading.step < size and (batch := read(reading)) is not _END:
+                reading.step += 1
                 yield batch
         finally:
-            for cursor in cursors:
+            for cursor in reading.cursors:
                 cursor.iterator = None  # its workers end
 
-    def _one_of_each(self, cursors: list[_Cursor]) -> Any:
-        again = self.mode == "max_size_cycle"
+    def _one_of_each(self, reading: _Reading) -> Any:
+        cursors, again = reading.cursors, self.mode == "max_size_cycle"
         batches = [cursor.next() if again or not cursor.number else _END for cursor in cursors]
         if (any if self.mode == "min_size" else all)(cursor.number for cursor in cursors):
             return _END
@@ -157,8 +163,9 @@ class CombinedLoader:
                 batches[number] = cursors[number].first() if again else None
         return self._batch(batches)
 
-    def _drawn(self, cursors: list[_Cursor]) -> Any:
-        cursor = random.Random(f"{self.seed}/{self.epoch}/{self._step}").choices(cursors, self.weights)[0]
+    def _drawn(self, reading: _Reading) -> Any:
+        cursors = reading.cursors
+        cursor = random.Random(f"{self.seed}/{self.epoch}/{reading.step}").choices(cursors, self.weights)[0]
         if (batch := cursor.next()) is not _END:
             return batch
         ended = math.isinf(length(self)) and all(each.number for each in cursors)
@@ -170,8 +177,8 @@ class CombinedLoader:
         return tuple(parts) if isinstance(self.iterables, tuple) else parts
 
 
-def _one_after_another(cursors: list[_Cursor]) -> Any:
-    for cursor in cursors:
+def _one_after_another(reading: _Reading) -> Any:
+    for cursor in reading.cursors:
         if not cursor.number and (batch := cursor.next()) is not _END:
             return batch
     return _END
@@ -183,7 +190,9 @@ def _checked_weights(loader: CombinedLoader, weights: Any) -> Sequence[float] | 
     if isinstance(weights, Mapping) and weights.keys() == names:
         values = [weights[name] for name in loader.iterables]
     count, weighted = len(loader.flattened), loader.mode == "weighted"
-    numbers = isinstance(values, list | tuple) and all(0 < value < math.inf for value in values)
+    numbers = isinstance(values, list | tuple) and all(
+        isinstance(value, int | float) and 0 < value < math.inf for value in values
+    )
     if not (numbers and len(values) == count if weighted else weights is None):
         raise ConfigError(
             f"CombinedLoader got mode={loader.mode!r}, {count} loaders and weights={weights!r}",
@@ -191,6 +200,14 @@ def _checked_weights(loader: CombinedLoader, weights: Any) -> Sequence[float] | 
         )
     checked: Sequence[float] | None = values
     return checked
+
+
+@define
+class _Reading:
+    """How many batches an iterator has yielded, and where it reads each loader."""
+
+    step: int
+    cursors: list[_Cursor]
 
 
 class _Cursor:
@@ -276,7 +293,14 @@ def _drawing_from(seed: str) -> Iterator[None]:
 def are_several(loaders: Any) -> bool:
     """Whether `loaders` is a dict, list or tuple of loaders. A list of batches is one loader."""
     if isinstance(loaders, list | tuple):
-        return bool(loaders) and all(isinstance(each, DataLoader | CombinedLoader) for each in loaders)
+        are_loaders = [isinstance(each, DataLoader | CombinedLoader) for each in loaders]
+        if any(are_loaders) and not all(are_loaders):
+            other = loaders[are_loaders.index(False)]
+            raise ConfigError(
+                f"a list of loaders has a {type(other).__name__} in it", expected="a DataLoader",
+                do="make one of it, or name the loaders in a dict",
+            )  # fmt: skip
+        return bool(loaders) and all(are_loaders)
     return isinstance(loaders, Mapping)
 
 

@@ -139,6 +139,11 @@ class FitState:
         return not isinstance(settings.val_check_interval, int | float) and not settings.fast_dev_run
 
     @property
+    def sums_losses(self) -> bool:
+        """Whether a ``"count"`` beside a loss makes it a sum, which the loop divides; see `token_loss`."""
+        return not self.run.manual and "loss_normalization" not in self.settings.origins
+
+    @property
     def at_step_boundary(self) -> bool:
         """Whether the last batch ended with an optimizer step, so that no gradients are being accumulated."""
         return self.train_batches is None or not self.train_batches.window_is_open

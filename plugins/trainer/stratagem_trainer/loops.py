@@ -111,6 +111,11 @@ class TrainLoop:
                 expected="one optimizer, or several that the trainer steps after each backward",
                 do="set automatic_optimization = False and step them in training_step",
             )
+        if self.closes_over and self.settings.loss_normalization != "batches":
+            raise ConfigError(
+                f"loss_normalization is {self.settings.loss_normalization!r} with {type(self.optimizer).__name__}, "
+                "which evaluates the model itself", expected='"batches"',
+            )  # fmt: skip
         accumulates = self.settings.accumulate_grad_batches != 1
         if accumulates:
             self._check_accumulation(self.settings.accumulate_grad_batches)
@@ -336,11 +341,26 @@ class TrainLoop:
             outputs = train(batch, batch_idx, self.divisor, sync)
         else:
             outputs = self.run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
-        if type(outputs) is dict and "count" in outputs:
-            self.sums.add(outputs, self.divisor, self.run.optimizers if sync else None)
-        elif self.sums.are_known:
-            self.sums.refuse_uncounted(outputs)
+        if isinstance(outputs, dict) and "count" in outputs:
+            self._count(outputs["count"])
+        elif self.sums.are_known and outputs is not None:
+            self.sums.refuse_uncounted()
+        if sync and self.sums.are_known:
+            self.sums.correct(self.run.optimizers, self.divisor)
         return outputs
+
+    def _count(self, count: Any) -> None:
+        """Add the `count` that `training_step` returned, unless a chosen `loss_normalization` says how losses count."""
+        chosen = self.settings.loss_normalization
+        if self.train_batches.targets is not None or self.closes_over:
+            by = f"loss_normalization={chosen!r}" if chosen != "batches" else type(self.optimizer).__name__
+            raise ConfigError(
+                f"training_step returned a 'count' under {by}", expected="a loss that is a mean, without it",
+                do="divide the loss by it",
+            )  # fmt: skip
+        if self.state.sums_losses:
+            self.uneven = None
+            self.sums.add(count)
 
     def _train(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
@@ -426,6 +446,7 @@ class TrainLoop:
                 ) from None
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # those of an open window
+        self.sums.forget()
         self.train_batches.close_window()
         position = self.position
         position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True

@@ -43,10 +43,11 @@ def keep_training_weights(optimizer: Any, run: Context) -> None:
         ConfigError: what is stepped is not the model's weights, or they differ between ranks.
     """
     for word, what in _REFUSED.items():
-        if run.provides(word):
+        for choice in run.stack.strategies:
+            if word not in choice.plugin.capabilities.provides:
+                continue
             raise ConfigError(
-                f"{type(optimizer).__name__} has train() and eval(), which replace the weights, and "
-                f"{run.title_of(run.strategy)} {what}",
+                f"{type(optimizer).__name__} has train() and eval(), which replace the weights, and {choice} {what}",
                 expected="a strategy that steps the weights of the model, equal on all ranks",
                 do='use "ddp", "ddp_sharded", "fsdp" or "parallel"',
             )

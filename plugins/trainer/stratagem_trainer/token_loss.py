@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import field, fields_dict, frozen
+from attrs.validators import instance_of
 
 from stratagem.api import STEPPED_COPIES
 from stratagem.errors import ConfigError, nearest
@@ -41,11 +42,11 @@ class Targets:
     """Which elements of a batch are targets."""
 
     #: Key or position of the class targets in a batch, any shape.
-    labels: str | int = "labels"
+    labels: str | int = field(default="labels", validator=instance_of((str, int)))
     #: Targets with this value do not count, as in ``torch.nn.functional.cross_entropy``.
-    ignore_index: int = -100
+    ignore_index: int = field(default=-100, validator=instance_of(int))
     #: The model predicts each element from those before it in the last dimension, so the first one is not a target.
-    shifted: bool = False
+    shifted: bool = field(default=False, validator=instance_of(bool))
 
     def count(self, batch: Any) -> int:
         """Return the number of targets in `batch`.
@@ -67,10 +68,13 @@ class Targets:
         return int((labels != self.ignore_index).sum())
 
     def find(self, batch: Any) -> torch.Tensor | None:
-        """Return the class targets of `batch`; None if it has none."""
-        try:
-            found = batch[self.labels]
-        except (KeyError, IndexError, TypeError, ValueError):
+        """Return the class targets of `batch`, a mapping, list or tuple; None if it has none."""
+        key = self.labels
+        if isinstance(batch, Mapping):
+            found = batch.get(key)
+        elif isinstance(batch, list | tuple) and isinstance(key, int) and -len(batch) <= key < len(batch):
+            found = batch[key]
+        else:
             return None
         is_class = isinstance(found, torch.Tensor) and found.dim() and not found.is_floating_point()
         return found if is_class else None
@@ -84,9 +88,15 @@ def read(value: str | Mapping[str, Any]) -> Targets | None:
     """
     if value == "batches":
         return None
-    names = Targets.__annotations__
-    if isinstance(value, Mapping) and all(name in names for name in value):
-        return Targets(**value)
+    names = fields_dict(Targets)
+    if isinstance(value, Mapping) and value.keys() <= names.keys():
+        try:
+            return Targets(**value)
+        except TypeError as error:
+            wrong, found = error.args[1].name, error.args[3]  # as attrs tells it
+            raise ConfigError(
+                f"loss_normalization.{wrong} is {found!r}", expected=str(names[wrong].type).replace(" | ", " or ")
+            ) from error
     if value == "tokens":
         return Targets()
     raise ConfigError(
@@ -140,7 +150,7 @@ def target_counts(normalization: str | Mapping[str, Any], run: Context) -> Targe
 
 
 class SummedLosses:
-    """Losses that are sums, returned with their count; see [Note: loss per token]."""
+    """Losses that are sums, returned with their count; see [Note: loss per token]. Collective."""
 
     def __init__(self, run: Context, position: Position, limit_s: float) -> None:
         self.run, self.position, self._limit_s = run, position, limit_s
@@ -148,32 +158,41 @@ class SummedLosses:
         #: `training_step` has returned a count.
         self.are_known = False
 
-    def add(self, outputs: dict[str, Any], divisor: float, optimizers: Sequence[Optimizer] | None) -> None:
-        """Add the count in `outputs`; correct gradients if `optimizers` step now. The loss was divided by `divisor`."""
+    def add(self, count: Any) -> None:
+        """Add the `count` of a batch to those of its window.
+
+        Raises:
+            ConfigError: it is not a number, or an engine steps.
+        """
         if not self.are_known:
             self._check()
             self.are_known = True
+        if not isinstance(count, torch.Tensor | int | float):
+            raise ConfigError(f"training_step returned {count!r} as 'count'", expected="the number of targets")
         # `dp` and `pipeline` average losses over parts of a batch, so their counts are averaged as well
-        count = torch.as_tensor(outputs["count"], device=self.run.device)
-        self._total = self._total + count.detach().to(_exact(self.run.device)).mean()
-        if optimizers is None:
-            return
-        total, self._total = self._total, 0.0
+        counts = torch.as_tensor(count, device=self.run.device).detach()
+        self._total = self._total + counts.to(_exact(self.run.device)).mean()
+
+    def forget(self) -> None:
+        """Drop the counts of a window whose gradients are dropped."""
+        self._total = 0.0
+
+    def correct(self, optimizers: Sequence[Optimizer], divisor: float) -> None:
+        """Divide the gradients of a window, whose losses were divided by `divisor`, by its targets instead."""
+        total, self._total = torch.as_tensor(self._total, device=self.run.device), 0.0
         share = self.run.peers.unchecked.average_async(total).wait()
-        factor = torch.where(share > 0, divisor / share, 0.0)
+        factor = torch.where(share == 0, 0.0, divisor / share)
         for optimizer in optimizers:
             _scale_gradients(optimizer, factor)
-        if not self.position.loss_divisor:
-            known = max(self.run.peers.values(share, 1.0), 1e-30)
+        if not self.position.loss_divisor and 0 < (known := self.run.peers.values(share, 1.0)) < math.inf:
             self.position.loss_divisor = 2.0 ** round(math.log2(known))  # a power of two changes no digit
 
-    def refuse_uncounted(self, outputs: Any) -> None:
-        """Refuse `outputs` without a count after some with one."""
-        if outputs is not None:
-            raise ConfigError(
-                f"training_step returned a 'count' before, and none on rank {self.run.rank} now",
-                expected="the count of targets with each sum", do="return 0 where a batch has none",
-            )  # fmt: skip
+    def refuse_uncounted(self) -> None:
+        """Refuse a loss without a count after some with one."""
+        raise ConfigError(
+            f"training_step returned a 'count' before, and none on rank {self.run.rank} now",
+            expected="the count of targets with each sum", do="return 0 where a batch has none",
+        )  # fmt: skip
 
     def _check(self) -> None:
         run = self.run
@@ -186,6 +205,7 @@ class SummedLosses:
             )
         if run.peers.world_size > 1:
             run.peers.barrier_with_timeout("training_step with a 'count'", self._limit_s)
+        run.print('the loss is divided by the counts of its step (loss_normalization="batches" leaves it as it is)')
 
 
 def _exact(device: torch.device) -> torch.dtype:
@@ -233,5 +253,5 @@ class UnevenTargets:
         return self if self._left else None
 
 
-#: Where batches have labels, of transformers or as pairs.
+#: The labels of batches of transformers, and those of pairs.
 _USUAL = (Targets(), Targets(labels=1))

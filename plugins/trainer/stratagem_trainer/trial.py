@@ -88,9 +88,11 @@ def _step(state: FitState, batch: Any, number: int) -> torch.Tensor:
             do="remove the callback, or return the loss",
         )  # fmt: skip
     (optimizer,) = state.run.optimizers
-    if isinstance(outputs, dict) and "count" in outputs:
-        SummedLosses(run, Position(), fit_state.BARRIER_TIMEOUT_S).add(outputs, 1, [optimizer])
-    loss = mean_loss(outputs)
+    if state.sums_losses and isinstance(outputs, dict) and "count" in outputs:
+        sums = SummedLosses(run, Position(), fit_state.BARRIER_TIMEOUT_S)
+        sums.add(outputs["count"])
+        sums.correct([optimizer], 1)
+    loss = mean_loss(outputs, by_count=state.sums_losses)
     assert loss is not None, "it was differentiated"
     run.step.optimizer_step(optimizer)
     optimizer.zero_grad()

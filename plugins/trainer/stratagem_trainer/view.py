@@ -202,7 +202,7 @@ class View(CallView):
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
-        loss = mean_loss(self._state.last_outputs)
+        loss = mean_loss(self._state.last_outputs, by_count=self._state.sums_losses)
         shown = {} if loss is None else {"loss": loss}
         for name, value in self._state.stage_metrics.step_values().items():
             if self._state.stage_metrics.shown(name, "prog_bar"):

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 
-def mean_loss(outputs: Any) -> torch.Tensor | None:
-    """Return the loss in `outputs` of ``training_step``, detached: a number, a sum divided by its ``"count"``.
+def mean_loss(outputs: Any, by_count: bool = True) -> torch.Tensor | None:
+    """Return the loss in `outputs` of ``training_step``, detached; None if there is none, or more than one number.
 
-    None if there is none, or more than one number.
+    With `by_count` it is divided by its ``"count"``, if it has one; a sum over no targets is 0.
     """
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return None
-    return loss.detach() / outputs["count"] if isinstance(outputs, dict) and "count" in outputs else loss.detach()
+    count = outputs.get("count") if by_count and isinstance(outputs, dict) else None
+    return loss.detach() if count is None else loss.detach().div(count + (count == 0))
