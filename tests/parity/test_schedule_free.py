@@ -362,11 +362,14 @@ def test_a_module_may_switch_them_too():
 # --- What is refused ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
-def test_strategies_that_step_copies_refuse_it(strategy):
-    pytest.importorskip("deepspeed")
+def _refused(rank, world_size, strategy):
     with pytest.raises(ConfigError, match="AdamWScheduleFree has train.. and eval.., which replace the weights, and"):
         train(Free(), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_strategies_that_step_copies_refuse_it(strategy):
+    run_in_processes(_refused, 1, strategy)
 
 
 @pytest.mark.parametrize("callback", ["ema", "stochastic_weight_averaging"])

@@ -13,7 +13,7 @@ from stratagem.errors import ConfigError
 from stratagem_trainer.metric_log import log_metric
 from stratagem_trainer.metrics import LogOptions, StageMetrics, computes
 from stratagem_trainer.signatures import takes
-from stratagem_trainer.token_loss import read
+from stratagem_trainer.targets import read
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -30,7 +30,7 @@ from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
 from stratagem_trainer.api import has_role
 from stratagem_trainer.moved_methods import refuse_moved_callbacks
-from stratagem_trainer.token_loss import normalization
+from stratagem_trainer.targets import normalization
 
 
 def _interval(instance: Any, attribute: Any, value: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def mean_loss(outputs: Any, by_count: bool = True) -> torch.Tensor | None:
@@ -12,6 +13,8 @@ def mean_loss(outputs: Any, by_count: bool = True) -> torch.Tensor | None:
 
     With `by_count` it is divided by its ``"count"``, if it has one; a sum over no targets is 0.
     """
+    import torch
+
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return None
