@@ -304,7 +304,6 @@ def test_examples(script, printed, most, arguments):
 
 @pytest.mark.every_push("32-true")
 @pytest.mark.slow
-@WHERE_IT_CHANGED
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_example_of_full_fine_tuning_writes_what_transformers_reads(precision):
     from transformers import LlamaForCausalLM
@@ -322,7 +321,6 @@ def test_the_example_of_full_fine_tuning_writes_what_transformers_reads(precisio
 
 @pytest.mark.every_push("ddp")
 @pytest.mark.slow
-@WHERE_IT_CHANGED
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_example_of_preference_tuning_learns_what_is_preferred(strategy):
     said = run_example("dpo", "--devices", "2", "--strategy", strategy)
