@@ -31,8 +31,8 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [_part(batch, size, slice(end - part, end)) for end, part in zip(ends, sizes, strict=True)]
 
 
-def batch_size(batch: Any) -> int:
-    """Return the number of samples in `batch`.
+def batch_size(batch: Any, parts: str = "micro-batches") -> int:
+    """Return the number of samples in `batch`, which is to be divided into `parts`.
 
     Raises:
         ConfigError: it has no tensor with a dimension, or they differ in dimension 0.
@@ -40,11 +40,11 @@ def batch_size(batch: Any) -> int:
     sizes = list(dict.fromkeys(tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()))
     if not sizes:
         raise ConfigError(
-            "a batch has no tensor that can be divided into micro-batches", expected="a tensor with a dimension"
+            f"a batch has no tensor that can be divided into {parts}", expected="a tensor with a dimension"
         )
     if len(sizes) > 1:
         raise ConfigError(
-            f"a batch to be divided into micro-batches has tensors of {' and of '.join(map(str, sizes))} in "
+            f"a batch to be divided into {parts} has tensors of {' and of '.join(map(str, sizes))} in "
             "dimension 0",
             expected="the same number of samples in all tensors",
             do="move tensors that are not per sample to a buffer of the module",

@@ -426,8 +426,8 @@ def test_manual_optimization_is_refused():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ("text", "no tensor that can be split for 2 devices"),
-        ((torch.tensor(1.0), 3), "no tensor that can be split"),
+        ("text", "no tensor that can be divided into chunks for 2 devices"),
+        ((torch.tensor(1.0), 3), "no tensor that can be divided"),
         ((torch.zeros(4, 16), torch.zeros(3, 1)), "tensors of 4 and of 3 in dimension 0"),
     ],
 )
