@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import stratagem as sg
 from stratagem.errors import ConfigError
@@ -520,3 +521,24 @@ def test_a_module_in_the_dtype_of_an_earlier_run_is_refused(first, second):
     with pytest.raises(ConfigError, match=f"precision '{first}' of an earlier run converted this Net to .* '{second}'"):
         again.fit(module, joined_batches(1, 4))
     again.fit(module.float(), joined_batches(1, 4))
+
+
+def test_backward_frees_the_16_bit_copies_of_weights():
+    saved, left = [], []
+
+    def keep(tensor):
+        if tensor.dtype is torch.bfloat16:
+            saved.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    class Watched(Net):
+        def training_step(self, batch, batch_idx):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self):
+            left.append(sum(not reference.expired() for reference in saved))
+
+    fit(joined_batches(1, 16), "bf16-mixed", Watched())
+    assert saved
+    assert left == [0]
