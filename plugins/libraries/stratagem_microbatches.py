@@ -44,8 +44,7 @@ def batch_size(batch: Any, parts: str = "micro-batches") -> int:
         )
     if len(sizes) > 1:
         raise ConfigError(
-            f"a batch to be divided into {parts} has tensors of {' and of '.join(map(str, sizes))} in "
-            "dimension 0",
+            f"a batch to be divided into {parts} has tensors of {' and of '.join(map(str, sizes))} in dimension 0",
             expected="the same number of samples in all tensors",
             do="move tensors that are not per sample to a buffer of the module",
         )

@@ -185,83 +185,25 @@ class ResumableBatches:
         self._accumulate = accumulate
         if self.targets is not None:
             self.targets.forget()
-        resumed, self._resumed = self._resumed or {}, None
-        now, self._now = self._now, None
-        window, replay_states = resumed.get("window"), resumed.get("marks", {})
-        first, self.replay_until, self._replay_states = position.batches_done, 0, {}
-        if window is not None:
-            first = window["start"]
-            if resumed["accumulate"] != accumulate:  # its batches begin a window of another length
-                position.batches_done, window, now = first, None, replay_states.get(first, {}).get("random")
-                replay_states = {n: replay_state for n, replay_state in replay_states.items() if n == first}
-            else:
-                self.replay_until = position.batches_done
-        iterator = self._open(position, first, replay_states.get(first, {}).get("loader"))
-        batch_idx = start = first
-        ahead: deque[Any] = deque()
-        #: The batch that was read last, of which it is not known yet whether all ranks have one.
-        asked: list[Any] = []
-        ended = False
-        # With one process, too, which may resume what several saved: a data set may draw random numbers between the
-        # model's.
-        further = int(not self.has_length)
-        ends = LateFlag(self.run.collectives if self.has_length else self.run.collectives.duplicate("flags"))
-
-        def take_asked() -> None:
-            nonlocal ended
-            ended = ended or ends.read()
-            ahead.extend([] if ended else asked)
-            asked.clear()
-
-        def read_until(number: int) -> None:
-            """Read the batches before `number`, or those that every rank has."""
-            first = batch_idx + len(ahead) + len(asked)
-            for each in range(first, int(min(number + further, self.num_batches))):
-                take_asked()
-                if ended:
-                    return
-                if "random" in (again := replay_states.get(each, {})):
-                    self.restore_random_state(again["random"])
-                self._keep_replay_state(each, start, accumulate)
-                began = time.perf_counter()
-                batch = next(iterator, _END)
-                self.wait.add(began, self.loader)
-                if not self.has_length:
-                    asked.append(batch)
-                    ends.send(batch is _END)
-                elif batch is _END:
-                    message = f"the training loader has length {int(self.num_batches)} and yielded {each} batches"
-                    raise ConfigError(message, expected="as many as its length says")
-                else:
-                    ahead.append(batch)
-            if batch_idx + len(ahead) < number:
-                take_asked()
-
-        if now is not None and position.batches_done and not replay_states:
+        place = self._place(position)
+        first, window, now = place.first, place.window, place.now
+        reader = _Reader(self, place, self._open(position, first, place.replay_states.get(first, {}).get("loader")))
+        if now is not None and position.batches_done and not place.replay_states:
             self.restore_random_state(now)
         if self.looks_ahead:
-            read_until(first + accumulate)
-        if now is not None and replay_states and window is None:
+            reader.read_until(first + accumulate)
+        if now is not None and place.replay_states and window is None:
             self.restore_random_state(now)
-            replay_states = {}
-        while True:
+            place.replay_states = {}
+        ahead = reader.ahead
+        for batch_idx in itertools.count(first):
             if batch_idx % accumulate == 0:
-                start = batch_idx
-            read_until(batch_idx + 1 + (accumulate if self.looks_ahead else 0))
+                reader.window_start = batch_idx
+            reader.read_until(batch_idx + 1 + (accumulate if self.looks_ahead else 0))
             if not ahead:
                 return
-            if batch_idx == start:
-                left = self.num_batches - start if self.has_length else len(ahead)
-                size = int(min(accumulate - start % accumulate, left))
-                if self.targets is not None:
-                    self.targets.begin(itertools.islice(ahead, size))
-            if window is not None and batch_idx == first:
-                self._buffers.restore(window["buffers"])
-                if window["random_state"] is not None:
-                    self.restore_random_state(window["random_state"])
-            if accumulate > 1 and batch_idx == start:
-                random_state = self.random_state() if self.looks_ahead else None
-                self._window = Window(batch_idx, self._buffers.copies(), random_state)
+            if batch_idx == reader.window_start:
+                size = self._begin_window(batch_idx, ahead, window if batch_idx == first else None)
             batch = ahead.popleft()
             is_last = batch_idx + 1 >= self.num_batches if self.has_length else not ahead
             if self.targets is not None and not is_last and (batch_idx + 1) % accumulate == 0:
@@ -270,11 +212,41 @@ class ResumableBatches:
             if window is not None and batch_idx + 1 == self.replay_until:
                 assert now is not None
                 self.restore_random_state(now)
-            batch_idx += 1
             if is_last:
-                if self.has_length and batch_idx == length(self.loader):
-                    next(iterator, None)  # workers end normally when the loader is exhausted
+                if self.has_length and batch_idx + 1 == length(self.loader):
+                    reader.end()
                 return
+
+    def _place(self, position: Position) -> _Place:
+        """Return where to begin; `position` moves to the beginning of a window that has another length now."""
+        resumed, self._resumed = self._resumed or {}, None
+        now, self._now = self._now, None
+        self.replay_until, self._replay_states = 0, {}
+        window, replay_states = resumed.get("window"), resumed.get("marks", {})
+        if window is None:
+            return _Place(position.batches_done, None, replay_states, now)
+        first = window["start"]
+        if resumed["accumulate"] == self._accumulate:
+            self.replay_until = position.batches_done
+            return _Place(first, window, replay_states, now)
+        position.batches_done = first
+        now = replay_states.get(first, {}).get("random")
+        return _Place(first, None, {n: old for n, old in replay_states.items() if n == first}, now)
+
+    def _begin_window(self, start: int, ahead: deque[Any], saved: dict[str, Any] | None) -> int:
+        """Begin the window of batch `start`, the first one `ahead`, as it was `saved`; return its number of batches."""
+        left = self.num_batches - start if self.has_length else len(ahead)
+        size = int(min(self._accumulate - start % self._accumulate, left))
+        if self.targets is not None:
+            self.targets.begin(itertools.islice(ahead, size))
+        if saved is not None:
+            self._buffers.restore(saved["buffers"])
+            if saved["random_state"] is not None:
+                self.restore_random_state(saved["random_state"])
+        if self._accumulate > 1:
+            random_state = self.random_state() if self.looks_ahead else None
+            self._window = Window(start, self._buffers.copies(), random_state)
+        return size
 
     def _open(self, position: Position, first: int, state: Any) -> Iterator[Any]:
         """Begin an epoch's iterator that yields batch number `first` next."""
@@ -308,15 +280,87 @@ class ResumableBatches:
                 stacklevel=2,
             )
 
-    def _keep_replay_state(self, number: int, start: int, accumulate: int) -> None:
+    def keep_replay_state(self, number: int, start: int) -> None:
         """Keep the replay state of batch `number`, if resuming may read it again; forget those before `start`."""
-        if not (self.looks_ahead or accumulate > 1):
+        if not (self.looks_ahead or self._accumulate > 1):
             return
         replay_state = {"random": self.random_state()}
         if self.stateful and (self.looks_ahead or number == start):
             replay_state["loader"] = self.loader.state_dict()
         self._replay_states = {n: old for n, old in self._replay_states.items() if n >= start}
         self._replay_states[number] = replay_state
+
+
+@define(eq=False)
+class _Place:
+    """Where an epoch begins: at its first batch, or where the run that is resumed was saved."""
+
+    #: Number of the first batch to be yielded.
+    first: int
+    #: The open accumulation window that was saved.
+    window: dict[str, Any] | None
+    #: Those of batches that were read ahead, or belong to `window`.
+    replay_states: dict[int, dict[str, Any]]
+    #: The random state after what is done again.
+    now: dict[str, Any] | None
+
+
+class _Reader:
+    """Reads the batches of an epoch, and tells other ranks where this one has no more."""
+
+    def __init__(self, batches: ResumableBatches, place: _Place, iterator: Iterator[Any]) -> None:
+        self._batches, self._place, self._iterator = batches, place, iterator
+        #: Batches that every rank has, and that were not yielded yet.
+        self.ahead: deque[Any] = deque()
+        #: Number of the first batch of the window that trains.
+        self.window_start = place.first
+        #: Number of the batch that is read next.
+        self._number = place.first
+        #: The batch that was read last, of which it is not known yet whether all ranks have one.
+        self._asked: list[Any] = []
+        self._ended = False
+        # With one process, too, which may resume what several saved: a data set may draw random numbers between the
+        # model's.
+        self._further = int(not batches.has_length)
+        among = batches.run.collectives
+        self._ends = LateFlag(among if batches.has_length else among.duplicate("flags"))
+
+    def read_until(self, number: int) -> None:
+        """Read the batches before `number`, or those that every rank has."""
+        batches = self._batches
+        while self._number < min(number + self._further, batches.num_batches):
+            self._take_asked()
+            if self._ended:
+                return
+            if "random" in (again := self._place.replay_states.get(self._number, {})):
+                batches.restore_random_state(again["random"])
+            batches.keep_replay_state(self._number, self.window_start)
+            self._read()
+        if self._number - len(self._asked) < number:
+            self._take_asked()
+
+    def _read(self) -> None:
+        batches, began = self._batches, time.perf_counter()
+        batch = next(self._iterator, _END)
+        batches.wait.add(began, batches.loader)
+        if not batches.has_length:
+            self._asked.append(batch)
+            self._ends.send(batch is _END)
+        elif batch is _END:
+            message = f"the training loader has length {int(batches.num_batches)} and yielded {self._number} batches"
+            raise ConfigError(message, expected="as many as its length says")
+        else:
+            self.ahead.append(batch)
+        self._number += 1
+
+    def _take_asked(self) -> None:
+        self._ended = self._ended or self._ends.read()
+        self.ahead.extend([] if self._ended else self._asked)
+        self._asked.clear()
+
+    def end(self) -> None:
+        """Let workers end normally: the loader is exhausted."""
+        next(self._iterator, _END)
 
 
 class _Buffers:

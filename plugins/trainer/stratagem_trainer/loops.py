@@ -226,7 +226,7 @@ class TrainLoop:
                 continue
             self._batch(batch, batch_idx, is_last)
             if self.clock is not None:
-                position.validated = not self.clock.is_due(position.epoch)
+                position.validated = not self.clock.exchange(position.epoch)
             if self.skips_rest:
                 break
             if state.on_leaving:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,10 +250,9 @@ class StageRunner:
         state.num_training_batches, state.batch_size = size, getattr(loader, "batch_size", None)
         state.num_val_batches = [self.loaders.limited("val", loader, limit) for loader in self.val_loaders]
         across, interval = settings.check_val_every_n_epoch is None, settings.val_check_interval
-        if state.validates_in_time:
-            state.batches_between_validations = sys.maxsize  # `ValidationClock` decides
-        elif not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches)):
-            state.batches_between_validations = size
+        without = not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches))
+        if without or state.validates_in_time:
+            state.batches_between_validations = size  # in time, `ValidationClock` decides
         else:
             assert isinstance(interval, int | float), "a time was handled above"
             state.batches_between_validations = _validation_interval(interval, size, across)

@@ -27,10 +27,10 @@ class ValidationClock:
         """Count the interval from now on."""
         self._due_at = time.monotonic() + self._interval_s
 
-    def is_due(self, epoch: int) -> bool:
-        """Whether to validate after this batch: with several ranks, if the interval had passed on some at the last one.
+    def exchange(self, epoch: int) -> bool:
+        """Tell the others whether the interval has passed here, and return whether to validate after this batch.
 
-        Collective. An epoch that is not to be validated leaves it to the next one.
+        With several ranks: if it had passed on some of them at the last batch. Collective. An epoch that is not to be validated leaves it to the next one.
         """
         if (epoch + 1) % self._every_n_epoch:
             return False
