@@ -30,7 +30,8 @@ class ValidationClock:
     def exchange(self, epoch: int) -> bool:
         """Tell the others whether the interval has passed here, and return whether to validate after this batch.
 
-        With several ranks: if it had passed on some of them at the last batch. Collective. An epoch that is not to be validated leaves it to the next one.
+        With several ranks: if it had passed on some of them at the last batch. An epoch that is not to be validated
+        leaves it to the next one. Collective.
         """
         if (epoch + 1) % self._every_n_epoch:
             return False
