@@ -136,6 +136,9 @@ class TestModelSummary(CallbackConformance):
     plugin = "model_summary"
 
 
+class TestOptimizerInBackward(conformance.OptimizerInBackwardConformance): ...
+
+
 class TestHints(CallbackConformance):
     plugin = "hints"
 

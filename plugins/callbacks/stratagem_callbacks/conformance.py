@@ -91,3 +91,10 @@ class BatchSizeFinderConformance(CallbackConformance):
 
     world_sizes = (1,)
     changes_training = True
+
+
+class OptimizerInBackwardConformance(CallbackConformance):
+    """In one process: the kit's ranks average gradients in buckets."""
+
+    plugin: ClassVar = "optimizer_in_backward"
+    world_sizes = (1,)
