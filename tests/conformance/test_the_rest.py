@@ -139,6 +139,9 @@ class TestModelSummary(CallbackConformance):
 class TestOptimizerInBackward(conformance.OptimizerInBackwardConformance): ...
 
 
+class TestOptimizerOffload(conformance.OptimizerOffloadConformance): ...
+
+
 class TestHints(CallbackConformance):
     plugin = "hints"
 
