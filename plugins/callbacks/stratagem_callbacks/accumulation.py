@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define
 
-from stratagem.api import Capabilities, hookimpl
-from stratagem.api.capabilities import STEPS_IN_BACKWARD
+from stratagem.api import hookimpl
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
 from stratagem_trainer.api import Callback
@@ -29,11 +28,6 @@ class GradientAccumulationScheduler(Callback):
         if not self.scheduling:
             raise ConfigError("gradient_accumulation_scheduler.scheduling is empty", expected="such as {0: 8, 5: 4}")
         read_accumulation({0: 1} | self.scheduling, "gradient_accumulation_scheduler.scheduling")
-
-    @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
-        accumulates = any(batches != 1 for batches in self.scheduling.values())
-        return Capabilities(conflicts={STEPS_IN_BACKWARD} if accumulates else ())
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:

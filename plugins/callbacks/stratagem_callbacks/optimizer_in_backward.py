@@ -59,14 +59,12 @@ class OptimizerInBackward(Callback):
 
     @hookimpl
     def on_train_epoch_start(self) -> None:
-        self._is_due = True  # callbacks may thaw parameters, or schedule accumulation
+        self._is_due = True  # callbacks may thaw parameters
 
     @hookimpl
-    def on_before_backward(self, trainer: TrainerView, run: RunContext) -> None:
+    def on_before_backward(self, run: RunContext) -> None:
         if not self._is_due:
             return
-        if trainer.accumulate_grad_batches != 1:
-            raise _refusal(f"gradients of {trainer.accumulate_grad_batches} batches are accumulated for a step", "1")
         self._stop()
         for optimizer in run.optimizers:
             for index, group in enumerate(optimizer.param_groups):
