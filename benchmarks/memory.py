@@ -1,14 +1,16 @@
-"""Peak memory of a rank under DDP and FSDP: a transformer with AdamW in fp32, two CPU processes.
+"""Peak memory of a rank under DDP and FSDP, and of one process: a transformer with AdamW in fp32, CPU processes.
 
     MALLOC_MMAP_THRESHOLD_=1048576 python benchmarks/memory.py
 
 The variable sets for every strategy the allocator option that FSDP sets itself. Reported is the peak of resident memory
-above the memory of the process before the model was built.
+above the memory of the process before the model was built; and the median time of a step after the first one.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import time
 from pathlib import Path
 
@@ -40,7 +42,7 @@ class Block(nn.Module):
 class GPT(sg.Module):
     def __init__(self):
         super().__init__()
-        self.tokens = None
+        self.tokens, self.times = None, []
 
     def configure_model(self):
         if self.tokens is None:
@@ -49,6 +51,7 @@ class GPT(sg.Module):
             self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def training_step(self, batch, batch_idx):
+        self.times.append(time.perf_counter())
         x = batch[:, :-1]
         hidden = self.blocks(self.tokens(x) + self.places(torch.arange(x.shape[1])))
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), batch[:, 1:].flatten())
@@ -58,6 +61,7 @@ class GPT(sg.Module):
 
 
 IN_UNITS = {"name": "fsdp", "auto_wrap_policy": {Block}}
+IN_BACKWARD = {"callbacks": "optimizer_in_backward"}
 CASES = {
     "ddp": {"strategy": "ddp"},
     "fsdp NO_SHARD": {"strategy": IN_UNITS | {"sharding_strategy": "NO_SHARD"}},
@@ -65,6 +69,9 @@ CASES = {
     "fsdp FULL_SHARD": {"strategy": IN_UNITS},
     "fsdp FULL_SHARD, activation checkpointing": {"strategy": IN_UNITS, "activation_checkpointing": {Block}},
     "fsdp FULL_SHARD, bf16-mixed": {"strategy": IN_UNITS, "precision": "bf16-mixed"},
+    "fsdp FULL_SHARD, optimizer_in_backward": {"strategy": IN_UNITS} | IN_BACKWARD,
+    "one process": {"strategy": "single_device"},
+    "one process, optimizer_in_backward": {"strategy": "single_device"} | IN_BACKWARD,
 }
 
 
@@ -77,9 +84,11 @@ def peak(rank, world_size, arguments):
     before = resident("VmRSS")
     trainer = sg.Trainer(max_epochs=1, devices=world_size, accelerator="cpu", barebones=True, **arguments)
     batches = [torch.randint(VOCABULARY, (BATCH, LENGTH)) for _ in range(STEPS)]
-    began = time.perf_counter()
-    trainer.fit(GPT(), batches)
-    return resident("VmHWM") - before, time.perf_counter() - began
+    began, module = time.perf_counter(), GPT()
+    trainer.fit(module, batches)
+    ended = time.perf_counter()
+    steps = [after - start for start, after in itertools.pairwise(module.times[1:])]
+    return resident("VmHWM") - before, ended - began, statistics.median(steps)
 
 
 if __name__ == "__main__":
@@ -90,10 +99,10 @@ if __name__ == "__main__":
     size = sum(parameter.numel() for parameter in model.parameters())
     del model
     print(f"{size / 1e6:.0f} million parameters, two processes, {STEPS} steps of {BATCH} x {LENGTH} tokens each\n")
-    print("| strategy | peak of a rank above the start, MB | of ddp | seconds |\n|---|---|---|---|")
+    print("| strategy | peak of a rank above the start, MB | of ddp | seconds | a step |\n|---|---|---|---|---|")
     ddp = 0.0
     for name, arguments in CASES.items():
-        ranks = run_in_processes(peak, 2, arguments, limit_s=300)
-        most, seconds = max(megabytes for megabytes, _ in ranks), max(seconds for _, seconds in ranks)
+        ranks = run_in_processes(peak, 1 if arguments["strategy"] == "single_device" else 2, arguments, limit_s=300)
+        most, seconds, step = (max(numbers) for numbers in zip(*ranks, strict=True))
         ddp = ddp or most
-        print(f"| {name} | {most} | {most / ddp:.2f} | {seconds:.1f} |", flush=True)
+        print(f"| {name} | {most} | {most / ddp:.2f} | {seconds:.1f} | {step:.2f} |", flush=True)

@@ -136,6 +136,12 @@ class TestModelSummary(CallbackConformance):
     plugin = "model_summary"
 
 
+class TestOptimizerInBackward(conformance.OptimizerInBackwardConformance): ...
+
+
+class TestOptimizerOffload(conformance.OptimizerOffloadConformance): ...
+
+
 class TestHints(CallbackConformance):
     plugin = "hints"
 

@@ -18,8 +18,8 @@ from stratagem.callbacks import EMA
 from stratagem.errors import PeerError
 from stratagem_callbacks import memory_errors, memory_ways
 from stratagem_callbacks.memory_errors import OutOfMemoryError, explained, told_by
-from stratagem_callbacks.memory_held import Memory, held_by, host_memory
-from stratagem_callbacks.memory_ways import ways_out
+from stratagem_callbacks.memory_held import Held, Memory, held_by, host_memory
+from stratagem_callbacks.memory_ways import BACKWARD, ways_out
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data
 
@@ -377,7 +377,8 @@ def texts(options, which=0):
     return [text.partition(",")[0] for text, _ in _ways(0, 1, options)[which]]
 
 
-CHECKPOINTING, BATCHES = 'set activation_checkpointing="blocks"', "use batches of 2 with accumulate_grad_batches=2"
+CHECKPOINTING, SMALLER = 'set activation_checkpointing="blocks"', "use batches of 2 with accumulate_grad_batches=2"
+BATCHES = f'{SMALLER} (callbacks="auto_microbatch" does so)'
 MIXED, TRUE = 'set precision="bf16-mixed"', 'set precision="bf16-true"'
 
 
@@ -405,6 +406,26 @@ def test_what_is_largest_comes_first_and_what_is_small_is_left_out(monkeypatch):
     sg.Trainer(callbacks=callback, **QUIET).fit(Needy("nothing"), loader())
 
     assert [[way.text for way in ways] for ways in callback.ways] == [[CHECKPOINTING, BATCHES, MIXED], [TRUE]]
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({}, True), ({"gradient_clip_val": 1.0}, False), ({"accumulate_grad_batches": 2}, False),
+    ({"callbacks": ["optimizer_in_backward"]}, False),
+])  # fmt: skip
+def test_gradients_are_to_be_freed_in_backward_where_that_trains(options, named):
+    class Frees(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            states = Held(parameters=9, gradients=9, optimizer=18, buffers=0, averages=0, rest=1, on_cpu=True)
+            self.ways = ways_out(self.trainer, states, Memory(total=9, free=1, allocated=8), BACKWARD)
+
+    module = Frees()
+    sg.Trainer(**QUIET | options).fit(module, loader())
+
+    text = 'add callbacks="optimizer_in_backward", which frees each gradient in backward'
+    found = [way for way in module.ways if way.text == text]
+    assert bool(found) == named
+    for way in found:
+        sg.Trainer(**QUIET | way.arguments).fit(Net(), loader())
 
 
 def _ways_of(strategy, **options):

@@ -23,6 +23,7 @@ from stratagem.api import (
     hookimpl,
 )  # fmt: skip
 from stratagem.api.batches import map_batch
+from stratagem.api.capabilities import STEPS_IN_BACKWARD
 from stratagem.api.options import options
 from stratagem.api.parameters import needs_closure
 from stratagem.api.validators import at_least, more_than
@@ -114,7 +115,8 @@ class HivemindStrategy(Strategy):
     )
 
     capabilities = Capabilities(
-        requires={CUSTOM_CLIPPING, FULL_STATE}, conflicts={LOSS_SCALING, SHARDED_PARAMETERS, STEPPED_COPIES, TEAMS}
+        requires={CUSTOM_CLIPPING, FULL_STATE},
+        conflicts={LOSS_SCALING, SHARDED_PARAMETERS, STEPPED_COPIES, TEAMS, STEPS_IN_BACKWARD},
     )
 
     _dht: Any = field(init=False, default=None)

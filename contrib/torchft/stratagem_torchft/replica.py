@@ -40,6 +40,7 @@ from stratagem.api import (
     Strategy,
     hookimpl,
 )
+from stratagem.api.capabilities import STEPS_IN_BACKWARD
 from stratagem.api.parameters import needs_closure
 from stratagem.api.seeding import sampler_seed
 from stratagem.api.validators import at_least, duration
@@ -115,7 +116,11 @@ class TorchFTStrategy(Strategy):
     #: Commits so far, from a checkpoint, for a manager that is not made yet.
     _commits: dict[str, int] | None = field(init=False, default=None)
 
-    capabilities = Capabilities(provides={REPLICAS}, requires={WITHIN_TEAM}, conflicts={REPLICAS, TEAMS, LOSS_SCALING})
+    capabilities = Capabilities(
+        provides={REPLICAS},
+        requires={WITHIN_TEAM},
+        conflicts={REPLICAS, TEAMS, LOSS_SCALING, STEPS_IN_BACKWARD},  # gradients are averaged after backward
+    )
 
     def __attrs_post_init__(self) -> None:
         for name in ("timeout", "quorum_timeout", "connect_timeout"):

@@ -49,6 +49,8 @@ CUSTOM_CLIPPING: Final = "custom-clipping"
 LOSS_SCALING: Final = "loss-scaling"
 #: A step whose averaged gradients are not finite is skipped, or an error of this plugin's.
 CHECKS_GRADIENTS: Final = "checks-gradients"
+#: Parameters are stepped in backward, which frees their gradients: what uses gradients after it conflicts with this.
+STEPS_IN_BACKWARD: Final = "steps-in-backward"
 #: Gradients are computed in 16 bits: compressing them to 16 bits has no effect.
 SIXTEEN_BIT_GRADIENTS: Final = "16-bit-gradients"
 #: Compiles the model: a strategy that calls the model in a way that cannot be compiled conflicts with it.

@@ -25,7 +25,7 @@ from attrs import define, field, frozen
 
 from stratagem.api import NO_SYNC, SHARDED_PARAMETERS, STEPPED_COPIES, Capabilities, hookimpl
 from stratagem.api.batches import map_batch
-from stratagem.api.capabilities import ACCUMULATION
+from stratagem.api.capabilities import ACCUMULATION, STEPS_IN_BACKWARD
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
@@ -82,7 +82,9 @@ class AutoMicrobatch(Callback):
     _among: Any = field(init=False, default=None)
     _told: Any = field(init=False, default=None)
 
-    capabilities = Capabilities(requires={ACCUMULATION}, conflicts={SHARDED_PARAMETERS, STEPPED_COPIES})
+    capabilities = Capabilities(
+        requires={ACCUMULATION}, conflicts={SHARDED_PARAMETERS, STEPPED_COPIES, STEPS_IN_BACKWARD}
+    )
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView, module: torch.nn.Module, run: RunContext) -> None:

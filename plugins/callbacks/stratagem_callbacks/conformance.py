@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
+from stratagem_callbacks.optimizer_offload import OptimizerOffload, StateMover
 from stratagem_testing import CallbackConformance
 
 
@@ -91,3 +94,23 @@ class BatchSizeFinderConformance(CallbackConformance):
 
     world_sizes = (1,)
     changes_training = True
+
+
+class OptimizerInBackwardConformance(CallbackConformance):
+    """In one process: the kit's ranks average gradients in buckets."""
+
+    plugin: ClassVar = "optimizer_in_backward"
+    world_sizes = (1,)
+
+
+class _WithinTheHost(OptimizerOffload):
+    """Moves state to another place of the host's memory, on a CPU."""
+
+    def _mover_for(self, run: Any) -> StateMover:
+        return StateMover(torch.device("cpu"))
+
+
+class OptimizerOffloadConformance(CallbackConformance):
+    """The kit trains on a CPU."""
+
+    plugin: ClassVar = _WithinTheHost()

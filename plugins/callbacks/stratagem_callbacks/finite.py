@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import define, field
 
-from stratagem.api import CUSTOM_CLIPPING, hookimpl
-from stratagem.api.capabilities import CHECKS_GRADIENTS
+from stratagem.api import CUSTOM_CLIPPING, Capabilities, hookimpl
+from stratagem.api.capabilities import CHECKS_GRADIENTS, STEPS_IN_BACKWARD
 from stratagem.api.parameters import needs_closure
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
@@ -49,6 +49,10 @@ class Finite(Callback):
     _waiting: list[tuple[_Place, torch.Tensor]] = field(init=False, factory=list)
     _sent: tuple[list[_Place], Readback] | None = field(init=False, default=None)
     _handles: list[Any] = field(init=False, factory=list)
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
+        return Capabilities(conflicts={STEPS_IN_BACKWARD} if self.action == "skip" else ())
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView, module: torch.nn.Module, run: RunContext) -> None:

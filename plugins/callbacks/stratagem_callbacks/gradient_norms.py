@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
-from stratagem.api import hookimpl
+from stratagem.api import Capabilities, hookimpl
+from stratagem.api.capabilities import STEPS_IN_BACKWARD
 from stratagem.errors import ConfigError
 from stratagem_callbacks.logged_metrics import check_has_logger, log
 from stratagem_trainer.api import Callback
@@ -24,6 +25,8 @@ class GradientNorms(Callback):
 
     With several optimizers the names are ``grad_norm/0``, ``grad_norm/1``, ... Computed only on steps that are logged.
     """
+
+    capabilities = Capabilities(conflicts={STEPS_IN_BACKWARD})
 
     #: Log the norm of each parameter's gradient, too, as ``grad_norm/<name>``; not with sharded parameters.
     per_parameter: bool = False

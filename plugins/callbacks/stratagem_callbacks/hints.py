@@ -93,13 +93,17 @@ def misspelled_hooks(trainer: TrainerView) -> Iterator[str]:
 def uncalled_methods(module: nn.Module) -> Iterator[str]:
     """Find methods that are not called while a module optimizes by hand, unless it calls them itself."""
     names = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
-    base, own = _base(module), {name: getattr(module, name) for name in names}
-    found = [name for name, method in own.items() if getattr(method, "__func__", None) is not getattr(base, name)]
-    if found:
+    if found := overridden(module, names):
         yield (
             f"{type(module).__name__} defines {', '.join(found)} and optimizes by hand, where nothing but its own "
             "training_step calls it"
         )
+
+
+def overridden(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return which of these methods `module` defines, rather than inheriting them from the Trainer's package."""
+    base, own = _base(module), {name: getattr(module, name) for name in names}
+    return [name for name, method in own.items() if getattr(method, "__func__", None) is not getattr(base, name)]
 
 
 def _base(module: nn.Module) -> type[Any]:

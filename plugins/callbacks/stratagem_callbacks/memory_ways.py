@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import Factory, frozen
 
+from stratagem_callbacks import optimizer_in_backward, optimizer_offload
+
 if TYPE_CHECKING:
     from stratagem_callbacks.memory_held import Held, Memory
     from stratagem_trainer.api import TrainerView
@@ -58,6 +60,9 @@ def _is_open(way: Way, trainer: TrainerView) -> bool:
     run = trainer.run
     if way.arguments.get("strategy") == run.name_of(run.strategy):
         return False
+    added = way.arguments.get("callbacks", [None])[-1]
+    if added in {run.name_of(each) for each in trainer.callbacks}:
+        return False
     return not way.arguments or trainer.accepts(**way.arguments)
 
 
@@ -84,11 +89,14 @@ def _with_smaller_batches(trainer: TrainerView) -> Iterator[Way]:
         return
     if trainer.run.manual:
         yield Way("use smaller batches")
-    elif size is not None and size % 2 == 0:
-        arguments = {"accumulate_grad_batches": windows}
-        yield Way(f"use batches of {size // 2} with accumulate_grad_batches={windows}", arguments)
+        return
+    automatic = _callback(trainer, "auto_microbatch")
+    also = ' (callbacks="auto_microbatch" does so)' if _is_open(automatic, trainer) else ""
+    arguments = {"accumulate_grad_batches": windows}
+    if size is not None and size % 2 == 0:
+        yield Way(f"use batches of {size // 2} with accumulate_grad_batches={windows}{also}", arguments)
     else:
-        yield Way("use smaller batches with accumulate_grad_batches", {"accumulate_grad_batches": windows})
+        yield Way(f"use smaller batches with accumulate_grad_batches{also}", arguments)
 
 
 def _with_smaller_states(trainer: TrainerView, held: Held, new: int) -> Iterator[Way]:
@@ -98,6 +106,10 @@ def _with_smaller_states(trainer: TrainerView, held: Held, new: int) -> Iterator
     """
     run = trainer.run
     name = run.name_of(run.strategy)
+    if held.gradients and optimizer_in_backward.fits(trainer):
+        yield _callback(trainer, "optimizer_in_backward", ", which frees each gradient in backward")
+    if held.optimizer + new and optimizer_offload.fits(trainer):
+        yield _callback(trainer, "optimizer_offload", ", which keeps the optimizer's state in the memory of the host")
     if run.world_size == run.mesh.size("data") > 1 and not run.shards_parameters:
         if held.gradients + held.optimizer + new > held.parameters and _steps_all(trainer):
             yield _strategy("ddp_sharded", ", which divides gradients and optimizer state")
@@ -121,6 +133,12 @@ def _steps_all(trainer: TrainerView) -> bool:
 
 def _strategy(name: str, why: str) -> Way:
     return Way(f'choose strategy="{name}"{why}', {"strategy": name})
+
+
+def _callback(trainer: TrainerView, name: str, why: str = "") -> Way:
+    given = trainer.settings.callbacks
+    others = list(given) if isinstance(given, list | tuple) else [given] if given else []
+    return Way(f'add callbacks="{name}"{why}', {"callbacks": [*others, name]})
 
 
 def _has_blocks(module: torch.nn.Module) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.capabilities import ACCUMULATION
+from stratagem.api.capabilities import ACCUMULATION, STEPS_IN_BACKWARD
 from stratagem.api.paths import as_path
 from stratagem.api.validators import read_accumulation
 from stratagem.checkpoint.cpu_copies import collecting
@@ -182,10 +182,14 @@ class View(CallView):
         """
         self._state.accumulation = read_accumulation(schedule, "the schedule")
         strategy = self.run.stack.strategies[-1]
-        if (
-            any(factor > 1 for factor in schedule.values())
-            and ACCUMULATION not in strategy.plugin.capabilities.provides
-        ):
+        if all(factor == 1 for factor in schedule.values()):
+            return
+        if self.run.provides(STEPS_IN_BACKWARD):
+            raise ConfigError(
+                f"gradients are to accumulate by {schedule}, and a callback steps parameters in backward",
+                expected="1", do="drop one of the two",
+            )  # fmt: skip
+        if ACCUMULATION not in strategy.plugin.capabilities.provides:
             raise ConfigError(
                 f"gradients are to accumulate by {schedule}, which {strategy} cannot",
                 do="choose a strategy that provides 'accumulation' (`stratagem plugins show NAME`)",
