@@ -233,6 +233,7 @@ def test_what_is_denied_is_not_imported(monkeypatch):
 
     assert "acme_judges" not in sys.modules
     assert "judge" not in registry.kinds()
+    assert "judge" not in registry.kind_names()
 
 
 @pytest.mark.filterwarnings("ignore:the program goes on without it. kind 'broken'")

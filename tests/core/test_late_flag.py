@@ -12,7 +12,7 @@ import stratagem as sg
 from stratagem.api.late_flag import LateFlag
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Net, data
+from stratagem_testing.reference import Net, data, joined_batches
 from stratagem_testing.training import EveryBatch
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -38,6 +38,16 @@ def test_one_rank_knows_at_once():
     with sg.Run(accelerator="cpu") as run:
         flag = LateFlag(run.collectives)
         assert [flag.exchange(step == 1) for step in range(3)] == [False, True, False]
+
+
+def _steps_without_time(rank, world_size):
+    trainer = sg.Trainer(strategy="ddp", devices=world_size, max_time=0, **QUIET)
+    trainer.fit(Net(), joined_batches(2, 8))
+    return trainer.global_step
+
+
+def test_without_time_several_ranks_train_no_step_as_one_rank_does():
+    assert run_in_processes(_steps_without_time, 2) == [0, 0]
 
 
 class Stream(IterableDataset):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.api.seeding import random_state, restore_random_state, seed_everything
 
 
 def device(index):
@@ -105,3 +105,13 @@ def test_a_device_that_is_not_started_stays_so(monkeypatch):
 
     assert state["devices"] == []
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(("rank", "verbose", "printed"), [("0", True, True), ("1", True, False), ("0", False, False)])
+def test_rank_0_prints_the_seed_when_it_is_asked_to(rank, verbose, printed, monkeypatch, capsys):
+    for name in ("STRATAGEM_SEED", "STRATAGEM_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("RANK", rank)
+
+    assert seed_everything(7, verbose=verbose) == 7
+    assert capsys.readouterr().out == ("seed_everything: the seed is 7\n" if printed else "")

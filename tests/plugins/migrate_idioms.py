@@ -174,7 +174,7 @@ SCRIPT = {
     "from pytorch_lightning.utilities import rank_zero_only\n@rank_zero_only\ndef report():\n    print(1)\nreport()":
         "from stratagem import rank_zero_only\n@rank_zero_only\ndef report():\n    print(1)\nreport()",
     "pl.seed_everything(1, True)": "sg.seed_everything(1, workers=True)",
-    "pl.seed_everything(1, verbose=False)": "sg.seed_everything(1)",
+    "pl.seed_everything(1, verbose=False)": "sg.seed_everything(1, verbose=False)",
     "if trainer.is_global_zero:\n    trainer.save_checkpoint('last.ckpt')": "trainer.save_checkpoint('last.ckpt')",
     "trainer.save_checkpoint('last.ckpt')\nNet.load_from_checkpoint(checkpoint_path='last.ckpt', weights_only=True)":
         "Net.load_from_checkpoint(checkpoint_path='last.ckpt')",

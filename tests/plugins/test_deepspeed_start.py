@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem_deepspeed import builds, ops, start
 from stratagem_testing import run_in_processes
+from stratagem_testing.processes import LAUNCH_VARIABLES
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
 from stratagem_testing.training import QUIET, share, weights_of, weights_on_all_ranks
 
@@ -266,9 +268,57 @@ def test_a_second_run_of_a_process_talks_over_a_new_group():
         assert relative_difference(weights, reference) < 1e-6
 
 
-def _alone(rank, world_size):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+def _not_closed(rank, world_size):
+    from deepspeed import comm
+
+    first = connected(devices=1)
+    torch.distributed.destroy_process_group()
+    second = connected(devices=1)
+    start.leave(second)
+    return first.connected, comm.is_initialized()
+
+
+def test_a_run_that_was_not_closed_does_not_keep_the_group_of_the_next():
+    assert run_in_processes(_not_closed, 1) == [(True, False)]
+
+
+class Failing(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise ConfigError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+def _forks_after_an_error(rank, world_size, strategy, destroys):
+    _forget_launcher()
+    failed = sg.Trainer(strategy=strategy, devices=1, accelerator="cpu", **QUIET)
+    with pytest.raises(ConfigError, match="mine"):
+        failed.fit(Failing(), joined_batches(4, 8))
+    if destroys:
+        torch.distributed.destroy_process_group()
+    trainer = sg.Trainer(strategy=strategy, devices=2, accelerator="cpu", launcher="fork", **QUIET)
+    x, y = (torch.cat(parts) for parts in zip(*joined_batches(4, 16), strict=True))
+    trainer.fit(Net(), DataLoader(TensorDataset(x, y), 8))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "destroys"), [("deepspeed_stage_2", True), ("deepspeed_stage_3", False)])
+def test_forks_train_after_a_fit_of_one_process_that_failed(strategy, destroys):
+    [weights] = run_in_processes(_forks_after_an_error, 1, strategy, destroys, limit_s=60)
+
+    reference, norms = train_plainly(joined_batches(4, 16))
+    assert max(norms) > 1
+    assert relative_difference(weights, reference) < 1e-6
+
+
+def _forget_launcher():
+    for name in [*LAUNCH_VARIABLES, *(name for name in os.environ if name.startswith("STRATAGEM_"))]:
         os.environ.pop(name, None)
+
+
+def _alone(rank, world_size):
+    _forget_launcher()
     trainer = sg.Trainer(strategy="deepspeed_stage_3", devices=1, accelerator="cpu", **QUIET)
     trainer.fit(Net(), joined_batches(6, 8))
     weights = weights_of(trainer)

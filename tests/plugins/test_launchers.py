@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -167,6 +168,51 @@ def test_weights_optimizer_position_and_metrics_come_home():
     trainer.fit(model, loader)
     assert relative_difference(model.state_dict(), train_plainly(batches * 2)[0]) < 1e-6
     assert trainer.global_step == 20
+
+
+#: A group that outlives the run that made it.
+HELD = []
+
+
+class Holding(Net):
+    """Replaces the group that is held, and raises `error` in its second step."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.error = error
+
+    def configure_optimizers(self):
+        HELD[:] = [torch.distributed.new_group()]
+        return super().configure_optimizers()
+
+    def training_step(self, batch, batch_idx):
+        if self.error is not None and batch_idx == 1:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("destroys", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "error"),
+    [("ddp", None), ("ddp", KeyboardInterrupt()), ("fsdp", ConfigError("mine")), ("parallel", ValueError())],
+)
+def test_forks_train_after_a_run_of_one_process_that_was_not_closed(strategy, error, destroys):
+    """Its groups exist in this process, or are held; to free one in a fork would wait for threads of this process."""
+    batches = joined_batches(4, 16)
+    open_run, loader = forked(batches, strategy=strategy, launcher="subprocess", devices=1)
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        open_run.fit(Holding(error), loader)
+    if destroys:
+        torch.distributed.destroy_process_group()
+    trainer, loader = forked(batches, strategy=strategy, launcher="fork")
+    model = Holding()
+
+    trainer.fit(model, loader)
+
+    reference, norms = train_plainly(batches)
+    assert max(norms) > 1
+    assert relative_difference(model.state_dict(), reference) < 1e-6
 
 
 class Preloading(sg.Callback):

@@ -22,7 +22,7 @@ SEED_WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
 _MAX_SEED = 2**32 - 1
 
 
-def seed_everything(seed: int | None = None, *, workers: bool = False) -> int:
+def seed_everything(seed: int | None = None, *, workers: bool = False, verbose: bool = False) -> int:
     """Seed Python, NumPy (if imported) and torch on all devices; return the seed.
 
     Every process that starts later, and every sampler, uses the same seed. Call it before building the model so that
@@ -31,6 +31,10 @@ def seed_everything(seed: int | None = None, *, workers: bool = False) -> int:
     Args:
         seed: 0 to 2**32 - 1.
         workers: also give each loader worker its own seed, derived from rank and worker number.
+        verbose: print the seed, where the variable RANK is unset or 0.
+
+    Raises:
+        ConfigError: `seed` is not such an integer.
     """
     import sys
 
@@ -46,6 +50,8 @@ def seed_everything(seed: int | None = None, *, workers: bool = False) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     torch.manual_seed(seed)
+    if verbose and os.environ.get("RANK", "0") == "0":
+        print(f"seed_everything: the seed is {seed}", flush=True)
     return seed
 
 

@@ -76,8 +76,8 @@ def entries(kind: str | None = None, hidden: bool = False) -> list[Entry]:
 
 
 def kind_names() -> list[str]:
-    """Return the names of the installed kinds of plugins, sorted; imports none."""
-    return [entry.name for entry in _scan() if entry.kind == "kind"]
+    """Return the names of the installed kinds of plugins that are not hidden, sorted; imports none."""
+    return [entry.name for entry in entries("kind")]
 
 
 def kinds() -> dict[str, Kind]:

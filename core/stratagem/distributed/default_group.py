@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
@@ -19,6 +20,28 @@ if TYPE_CHECKING:
     import torch
 
     from stratagem.api.world import Collectives, World
+
+#: The groups that this process has made, as long as something refers to them.
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+#: In a forked process: the groups of its parent. To free one would wait forever for threads that exist only there.
+_inherited: list[Any] = []
+
+
+def note_groups() -> None:
+    """Remember the groups of this process: also those that outlive its default group must not be freed in a fork."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None:
+        _groups.update(c10d._world.pg_map)
+
+
+def _keep_inherited() -> None:
+    gc.freeze()  # reference cycles may hold groups, too
+    note_groups()
+    _inherited.extend(_groups)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def default_store() -> Any:
@@ -54,6 +77,8 @@ def have_equal_names(collectives: Collectives) -> bool:
 def leave_group(failed: bool = False) -> None:
     """Destroy the default group, if there is one, and unset the variables that were set for it.
 
+    In a forked process, where it is the parent's, that one keeps it.
+
     Args:
         failed: others may not join what this rank has begun to send. NCCL would wait for that: it is aborted.
     """
@@ -65,6 +90,7 @@ def leave_group(failed: bool = False) -> None:
         # gloo, in plain PyTorch too): wrapped models in reference cycles have to be freed first.
         gc.collect()
         forget_meshes()
+        note_groups()
         if failed and "nccl" in backends_of(None).values():
             dist.distributed_c10d._abort_process_group()
         else:

@@ -13,8 +13,6 @@ import atexit
 import contextlib
 import copy
 import functools
-import gc
-import os
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -423,12 +421,6 @@ class TorchCollectives(Collectives):
             leave_group(self.failed)
         else:
             forget_meshes()
-
-
-if hasattr(os, "register_at_fork"):
-    # A forked process, such as a worker of a loader, must not collect what it copies: it would free the groups of an
-    # earlier run that a reference cycle holds, and hang, because their threads do not exist there.
-    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _facts(tensor: torch.Tensor, place: torch.device) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from stratagem.api.world import Collectives, Mesh, Timeouts, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
+from stratagem.distributed.default_group import note_groups
 from stratagem.distributed.early_errors import watch
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
@@ -357,6 +358,7 @@ class Context:
         self.optimizers = []
         if make_optimizers is not None:
             self.optimizers = list(self.hooks.ask("wrap_optimizers", optimizers=made, module=self.model))
+        note_groups()
         if self.shards_parameters and self.world_size > 1 and self.is_global_zero:
             Parted(self.title_of(self.strategy)).watch(module)
         if stage == "train" and self.settings.writes_files and self.is_global_zero:

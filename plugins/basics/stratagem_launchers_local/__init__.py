@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from attrs import define
 
 from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
 from stratagem.api.notebook import in_notebook
+from stratagem.distributed.default_group import leave_group
 from stratagem.distributed.launched import die_with
 from stratagem.distributed.process_variables import (
     PARENT_VARIABLE,
@@ -257,9 +257,7 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
         import torch
 
         if start_method == "fork":
-            # Do not collect the parent's garbage: the destructor of a process group would wait for threads that a fork
-            # does not copy. (In a process that closes its files as it ends, nothing frozen would be closed.)
-            gc.freeze()
+            leave_group()  # that of an earlier run, which the parent has not closed
             # A thread pool does not survive a fork: the first parallel operation would wait for it forever.
             torch.set_num_threads(1)
         result = (pickle.loads(main) if isinstance(main, bytes) else main)()  # noqa: S301 - the parent sent it

@@ -162,6 +162,7 @@ def join(run: RunContext) -> None:
     assert group is not None, "connected before"
     if comm.cdb is None or group is not _group:
         _reset_groups()
+        _joined.clear()  # runs that were not closed before their group was destroyed
         comm.cdb, _group = _backend(), group
     _joined.add(run)
     _show(_variables(run))

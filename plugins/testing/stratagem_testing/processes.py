@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.api.peer_errors import is_echo
+from stratagem.distributed.default_group import leave_group
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.standard_streams import flush_files
 
@@ -128,10 +128,10 @@ def _fork(
     if child:
         return child
     code, before = 1, set(sys.modules)
-    gc.freeze()  # the parent's garbage may have a process group, whose threads do not exist here
     try:
         import torch
 
+        leave_group()  # that of a run that the parent has not closed
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, open(folder / f"{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
         os.environ.update(

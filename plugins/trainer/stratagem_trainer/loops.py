@@ -188,7 +188,7 @@ class TrainLoop:
         """Whether max_time was over on some rank at the last call: no step waits for a message."""
         if self.deadline is None or self._over is None:
             return False
-        return self._over.exchange(time.monotonic() >= self.deadline)
+        return not self.state.max_time or self._over.exchange(time.monotonic() >= self.deadline)
 
     def _why_ended(self) -> str:
         """Return the limit that ended training, or the reason of what has set should_stop."""

@@ -191,7 +191,6 @@ def rewrite_functions(edits: Edits) -> None:
         if isinstance(node, ast.Call) and (edits.source.known(node.func) or "").endswith("seed_everything"):
             if len(node.args) == 2 and not any(isinstance(each, ast.Starred) for each in node.args):
                 edits.at(node, lambda call: call_arguments.name_positional(call, ["workers"], 1))
-            _drop_keywords(edits, node, {"verbose": _always}, frozenset({"seed", "workers"}))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and edits.source.is_about_lightning:
             _rewrite_variable(edits, node)
 
