@@ -30,8 +30,7 @@ _inherited: list[Any] = []
 def note_groups() -> None:
     """Remember the groups of this process: also those that outlive its default group must not be freed in a fork."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is not None:
-        _groups.update(c10d._world.pg_map)
+    _groups.update(() if c10d is None else c10d._world.pg_map)
 
 
 def _keep_inherited() -> None:
