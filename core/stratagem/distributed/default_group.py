@@ -100,8 +100,7 @@ def forget_meshes() -> None:
     """Have torch forget what it keeps about device meshes, whose process groups are about to be destroyed.
 
     It remembers the results of operations on DTensors by the ranks and names of their mesh: a later run with an equal
-    mesh would get tensors on the groups of this one, and a process that is forked later would free the groups and hang,
-    because their threads do not exist there.
+    mesh would get tensors on the groups of this one.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
