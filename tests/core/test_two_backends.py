@@ -21,7 +21,7 @@ import torch.distributed as dist
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
 from stratagem.api.world import Timeouts, World
-from stratagem.distributed import comparison, default_group, interfaces, process_group
+from stratagem.distributed import default_group, interfaces, process_group
 from stratagem.distributed.backends import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
 from stratagem.distributed.process_group import TorchCollectives
@@ -192,7 +192,6 @@ def recorded(monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(process_group, "default_store", lambda: None)
-    monkeypatch.setattr(comparison, "_comparing", None)
     monkeypatch.setattr(type(dist.group), "WORLD", _Group())
     yield calls
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

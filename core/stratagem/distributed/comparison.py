@@ -19,9 +19,8 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from datetime import timedelta
 
-#: The default group, and the group over which the runs of this process compare calls. Weak references: a forked process
-#: would free the groups and hang, because their threads do not exist there.
-_comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+#: By default group: the group over which the runs of this process compare calls.
+_comparing: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def fingerprint(text: str) -> int:
@@ -33,14 +32,9 @@ def comparing_group(timeout: timedelta) -> Any:
     """Return the group of all ranks over which they compare calls, made once beside each default group. Collective."""
     import torch.distributed as dist
 
-    global _comparing
-    default, group = dist.group.WORLD, None
-    if _comparing is not None and _comparing[0]() is default:
-        group = _comparing[1]()
-    if group is None:
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        _comparing = weakref.ref(default), weakref.ref(group)
-    return group
+    if dist.group.WORLD not in _comparing:
+        _comparing[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
+    return _comparing[dist.group.WORLD]
 
 
 def check_same_call(call: str, facts: tuple[Any, ...], group: Any) -> None:

@@ -30,8 +30,7 @@ _inherited: list[Any] = []
 def note_groups() -> None:
     """Remember the groups of this process: also those that outlive its default group must not be freed in a fork."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is not None:
-        _groups.update(c10d._world.pg_map)
+    _groups.update(() if c10d is None else c10d._world.pg_map)
 
 
 def _keep_inherited() -> None:
@@ -101,8 +100,7 @@ def forget_meshes() -> None:
     """Have torch forget what it keeps about device meshes, whose process groups are about to be destroyed.
 
     It remembers the results of operations on DTensors by the ranks and names of their mesh: a later run with an equal
-    mesh would get tensors on the groups of this one, and a process that is forked later would free the groups and hang,
-    because their threads do not exist there.
+    mesh would get tensors on the groups of this one.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return

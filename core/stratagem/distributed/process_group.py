@@ -84,10 +84,9 @@ class TorchCollectives(Collectives):
         start, timeout = timeouts or Timeouts()
         if dist.is_initialized():
             check_adoptable(device, backend, world.world_size)
-            chose = choose_interface(world)  # for the groups that the run adds
-            adopted = cls(world, device, owns_group=False, timeout=timeout)._compare()
-            adopted._chose_interface = chose
-            return adopted
+            adopted = cls(world, device, owns_group=False, timeout=timeout)
+            adopted._chose_interface = choose_interface(world)  # for the groups that the run adds
+            return adopted._compare()
         whole = with_gloo(backend, device)
         allow_connections(world.world_size)
         choose_interface(world)
@@ -174,9 +173,7 @@ class TorchCollectives(Collectives):
             # Of a smaller group only its own ranks call this.
             use_local_synchronization=self.group is not None,
         )  # fmt: skip
-        return TorchCollectives(
-            self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout
-        )  # fmt: skip
+        return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout)
 
     def _in_rounds(self, tensor: torch.Tensor, ranks: int = 1) -> bool:
         """Whether gloo sends the CPU tensor `tensor`, of that many ranks at once, and takes longer than `rounds`."""
