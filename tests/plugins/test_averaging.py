@@ -157,3 +157,53 @@ def test_buffers_are_averaged_as_torch_does(tmp_path):
     floating = {name: value for name, value in averaged.module.state_dict().items() if value.is_floating_point()}
     assert any("running" in name for name in floating)
     assert relative_difference({name: model.state_dict()[name] for name in floating}, floating) < 1e-6
+
+
+class Saving(Watching):
+    """Saves a checkpoint after each epoch."""
+
+    folder = None
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        self.trainer.save_checkpoint(f"{self.folder}/within.ckpt")
+
+
+def _trained_in_two_fits(rank, world_size, strategy, folder):
+    """Return weights after four epochs, then those of two fits: the second one resumes, or goes on in the trainer."""
+    arguments = QUIET | {"strategy": strategy, "devices": world_size}
+
+    def fit(epochs, ckpt_path=None, **options):
+        trainer, module = sg.Trainer(max_epochs=epochs, callbacks=EMA(decay=DECAY, **options), **arguments), Saving()
+        Saving.folder = folder
+        trainer.fit(module, share(trainer, BATCHES), share(trainer, BATCHES[:1]), ckpt_path=ckpt_path)
+        return trainer, module
+
+    straight, halves = weights_of(fit(4)[0]), {}
+    for name, options in {"kept": {}, "not kept": {"keep": False}, "not validated": {"evaluate": False}}.items():
+        trainer, module = fit(2, **options)
+        if name != "not validated":
+            loaded = Watching.load_from_checkpoint(f"{folder}/within.ckpt")
+            halves[f"{name}, loss"] = float(loaded.criterion(loaded(BATCHES[0][0]), BATCHES[0][1])), module.seen[1]
+        halves[f"{name}, resumed within"] = weights_of(fit(4, f"{folder}/within.ckpt")[0])
+        path = f"{folder}/{name}.ckpt"
+        trainer.save_checkpoint(path)
+        halves[f"{name}, resumed"] = weights_of(fit(4, path)[0])
+        trainer.max_epochs = 4
+        trainer.fit(module, share(trainer, BATCHES), share(trainer, BATCHES[:1]))
+        halves[f"{name}, second fit"] = trainer.callbacks[0].state_dict()["average"]
+    return straight, halves
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("ddp_sharded", 2)]
+)
+def test_a_checkpoint_has_the_weights_that_were_validated_and_continues_with_those_trained(
+    tmp_path, strategy, world_size
+):
+    for straight, halves in run_in_processes(_trained_in_two_fits, world_size, strategy, tmp_path):
+        for name, found in halves.items():
+            if name.endswith("loss"):
+                assert found[0] == pytest.approx(found[1], rel=1e-5), name
+            else:
+                assert relative_difference(found, straight) < 1e-6, name

@@ -44,14 +44,15 @@ def _like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 class WeightAveraging(Callback):
     """Average the weights while they are trained: derive from it to say when and how.
 
-    Validation during training uses the average; training continues with the weights. At the end the model has the
-    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy).
+    Validation during training uses the average; training continues with the weights. Checkpoints have the average as
+    the model's, and the weights beside it, for a run that resumes. At the end the model has the average. Costs one more
+    copy of the parameters (of each rank's shards with a sharded strategy), within validation and after training two.
     """
 
     # If models differ between ranks, so would their averages.
     capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})
 
-    #: Validate with the average while training.
+    #: Validate with the average while training, and save it as the model.
     evaluate: bool = True
     #: Leave the average in the model when training ends.
     keep: bool = True
@@ -67,8 +68,12 @@ class WeightAveraging(Callback):
     average: dict[str, Any] = field(init=False, factory=dict)
     #: How often they were updated.
     num_averaged: int = field(init=False, default=0)
-    _saved: dict[str, Any] = field(init=False, factory=dict)
-    _pending: dict[str, Any] | None = field(init=False, default=None)
+    #: The weights that are trained, while the module has the average.
+    _trained: dict[str, Any] = field(init=False, factory=dict)
+    #: What a checkpoint has of both.
+    _pending: dict[str, dict[str, Any]] = field(init=False, factory=dict)
+    #: The model of a fit, while it lasts.
+    _module: nn.Module | None = field(init=False, default=None)
     _last_step: int = field(init=False, default=-1)
 
     def __attrs_post_init__(self) -> None:
@@ -100,7 +105,7 @@ class WeightAveraging(Callback):
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
-        self._last_step = trainer.global_step
+        self._last_step, self._module = trainer.global_step, module
         _refuse_second_average(trainer, self._name)
         if any(parameter.is_meta for parameter in module.parameters()):
             raise ConfigError(
@@ -109,18 +114,29 @@ class WeightAveraging(Callback):
                 expected="a strategy of which every process holds all parameters, or shards of them",
                 do="drop the callback, or set strategy.parallel.pipeline to 1",
             )
-        if self._pending is not None:
-            tensors, pending = self._averaged(module), self._pending
-            unknown = set(pending) - set(tensors)
-            if unknown:
-                raise ConfigError(
-                    f"{self._name} has an average of {min(unknown)!r}", expected="parameters of this model"
-                )
-            self.average = {
-                name: _like(pending[name], tensor) if name in pending else tensor.clone()
-                for name, tensor in tensors.items()
-            }
-            self._pending = None
+        if self._pending:
+            pending, self._pending = self._pending, {}
+            self.average, self._trained = (self._placed(pending[key], module) for key in ("average", "weights"))
+        if self._trained and self._is_in(module):
+            self._swap_out(trainer.run, module)
+        self._trained = {}
+
+    def _placed(self, saved: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+        """Return `saved` tensors as the model has them, with copies of its own where there are none."""
+        tensors = self._averaged(module)
+        if unknown := set(saved) - set(tensors):
+            raise ConfigError(f"{self._name} has an average of {min(unknown)!r}", expected="parameters of this model")
+        placed = {
+            name: _like(saved[name], tensor) if name in saved else tensor.clone() for name, tensor in tensors.items()
+        }
+        return placed if saved else {}
+
+    def _is_in(self, module: nn.Module) -> bool:
+        """Whether the parameters of `module` are the average: nobody has changed them since. Collective if sharded."""
+        return all(
+            torch.equal(_whole(parameter.detach()), _whole(self.average[name]).to(parameter.dtype))
+            for name, parameter in module.named_parameters()
+        )
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, module: nn.Module) -> None:
@@ -158,59 +174,82 @@ class WeightAveraging(Callback):
 
     @hookimpl(tryfirst=True)
     def on_validation_start(self, trainer: TrainerView) -> None:
-        if trainer.fitting:
-            self._swap_in(trainer)
+        if trainer.fitting and self.evaluate and self.average:
+            self._swap_in(trainer.run, trainer.module)
 
-    @hookimpl(tryfirst=True)  # checkpoints after validation have the weights, not the average
+    @hookimpl(tryfirst=True)  # other callbacks train on
     def on_validation_end(self, trainer: TrainerView) -> None:
-        self._swap_out(trainer)
+        if trainer.fitting:
+            self._swap_out(trainer.run, trainer.module)
+
+    @hookimpl(wrapper=True)
+    def model_state(self, module: nn.Module, run: RunContext) -> Generator[None, dict[str, Any], dict[str, Any]]:
+        """Answer with the weights that are validated, within a fit."""
+        if not (self.evaluate and self.average and module is self._module) or self._trained:
+            return (yield)
+        self._swap_in(run, module)
+        state = yield
+        state = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        self._swap_out(run, module)
+        return state
 
     @hookimpl
     def on_train_end(self, trainer: TrainerView) -> None:
         if self.keep and self.average:
-            self._put(trainer, self.average)
+            self._swap_in(trainer.run, trainer.module)
+
+    @hookimpl
+    def on_fit_end(self) -> None:
+        self._module = None
 
     @hookimpl(tryfirst=True)
     def on_exception(self, trainer: TrainerView) -> None:
         if trainer.run.shards_parameters:
-            self._saved = {}  # restoring them is collective
-        self._swap_out(trainer)
+            self._trained = {}  # restoring them is collective
+        self._swap_out(trainer.run, trainer.module)
 
-    def _swap_in(self, trainer: TrainerView) -> None:
-        if self.evaluate and self.average:
-            self._saved = {name: tensor.clone() for name, tensor in self._averaged(trainer.module).items()}
-            self._put(trainer, self.average)
+    def _swap_in(self, run: RunContext, module: nn.Module) -> None:
+        self._trained = {name: tensor.clone() for name, tensor in self._averaged(module).items()}
+        self._put(self.average, run, module)
 
-    def _swap_out(self, trainer: TrainerView) -> None:
-        if self._saved:
-            self._put(trainer, self._saved)
-            self._saved = {}
+    def _swap_out(self, run: RunContext, module: nn.Module) -> None:
+        if self._trained:
+            self._put(self._trained, run, module)
+            self._trained = {}
 
-    def _put(self, trainer: TrainerView, values: dict[str, Any]) -> None:
-        if trainer.run.shards_parameters:  # the strategy may keep other copies of them
+    def _put(self, values: dict[str, Any], run: RunContext, module: nn.Module) -> None:
+        if run.shards_parameters:  # the strategy may keep other copies of them
             state = {name: _whole(value).cpu() for name, value in values.items()}
-            trainer.run.ask("load_model_state", state=state, module=trainer.module, strict=False)
+            run.ask("load_model_state", state=state, module=module, strict=False)
             return
         with torch.no_grad():
-            for name, tensor in self._averaged(trainer.module).items():
+            for name, tensor in self._averaged(module).items():
                 tensor.copy_(values[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages as full tensors. Collective with a sharded strategy."""
-        average = {name: _whole(value).cpu() for name, value in self.average.items()}
-        return {"average": average, "num_averaged": self.num_averaged}
+        """Return full tensors: the averages, and the weights if those of the model are averages, too.
+
+        Collective with a sharded strategy.
+        """
+        weights = self._trained
+        if self.evaluate and self.average and not weights and self._module is not None:
+            weights = self._averaged(self._module)
+        tensors = {"average": self.average, "weights": weights}
+        whole = {key: {name: _whole(each).cpu() for name, each in values.items()} for key, values in tensors.items()}
+        return {**whole, "num_averaged": self.num_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the averages; they are moved to the device when training begins."""
-        self._pending, self.num_averaged = dict(state["average"]), state["num_averaged"]
+        """Restore the averages and the weights; they are moved to the device when training begins."""
+        self._pending = {"average": dict(state["average"]), "weights": dict(state.get("weights", {}))}
+        self.num_averaged = state["num_averaged"]
 
 
 @define(eq=False, kw_only=True)
 class EMA(WeightAveraging):
     """Keep an exponential moving average of the weights: ``average += (1 - decay) * (weight - average)``.
 
-    Validation during training uses the average; training continues with the weights. At the end the model has the
-    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy).
+    Validation, checkpoints and the model at the end have the average; training continues with the weights. See
+    `WeightAveraging`.
     """
 
     #: Weight of the old average at each update: closer to 1 is smoother and slower.
