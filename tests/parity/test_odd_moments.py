@@ -124,7 +124,8 @@ def test_averages_stay_in_their_run(tmp_path):
     before = trainer.validate(other, loader())[0]["val_loss"]
     assert before == sg.Trainer(**QUIET).validate(Noisy(), loader())[0]["val_loss"]
     [average] = [state for key, state in saved["callbacks"].items() if key.startswith("callback.") and ":EMA" in key]
-    assert any(not torch.equal(saved["state_dict"][name], value) for name, value in average["average"].items())
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in average["average"].items())
+    assert any(not torch.equal(saved["state_dict"][name], value) for name, value in average["weights"].items())
 
 
 def test_persistent_workers_keep_the_order(tmp_path):
