@@ -240,11 +240,6 @@ class ShardedStrategy(ColossalAIStrategy):
         if self._engine is not None:
             self._engine.check_thawed()
 
-    @hookimpl(optionalhook=True)
-    def on_validation_start(self, run: RunContext) -> None:
-        if self._engine is not None:
-            run.collectives.replicate(self._engine.user.buffers())
-
     # --- State ---------------------------------------------------------------------------------------------------
 
     @hookimpl

@@ -135,12 +135,6 @@ class ColossalAIStrategy(ColossalAIOptions):
         if replica is not None:
             replica.check_frozen()
 
-    @hookimpl(optionalhook=True)
-    def on_validation_start(self, run: RunContext) -> None:
-        if self._replica(run.model) is not None:
-            assert run.module is not None, "wrap_model sets it"
-            run.peers.replicate(run.module.buffers())
-
     @staticmethod
     def _replica(model: Any) -> Any:
         """Return `model` if it averages gradients, else None."""

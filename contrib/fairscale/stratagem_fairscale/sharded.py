@@ -175,11 +175,6 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
             gradient.mul_(factor.to(gradient.dtype))
         return total
 
-    @hookimpl(optionalhook=True)
-    def on_validation_start(self, run: RunContext) -> None:
-        if run.module is not None and getattr(run.model, "replica", None) is not None:
-            run.collectives.replicate(run.module.buffers())
-
     # --- State ---------------------------------------------------------------------------------------------------
 
     @hookimpl

@@ -22,7 +22,7 @@ from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_a
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stratagem.api import RunContext
+    from stratagem.api import Collectives, RunContext
     from stratagem.api.traffic import Traffic
     from stratagem_trainer.api import TrainerView
 
@@ -47,7 +47,7 @@ class DDPStrategy(ProcessGroupStrategy):
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
     #: Send rank 0's buffers, such as the statistics of batch normalization, to all ranks before each training step and
-    #: each validation. False: each rank keeps its own, and checkpoints have rank 0's.
+    #: each evaluation. False: each rank keeps its own, and checkpoints have rank 0's.
     broadcast_buffers: bool = True
     #: Compare the parameters' shapes on all ranks, and send rank 0's values. False: the ranks made equal models.
     init_sync: bool = True
@@ -181,11 +181,8 @@ class DDPStrategy(ProcessGroupStrategy):
             if said and run.is_global_zero:
                 warnings.warn(said, stacklevel=2)
 
-    @hookimpl(optionalhook=True)
-    def on_validation_start(self, run: RunContext) -> None:
-        if self.broadcast_buffers and isinstance(run.model, DistributedDataParallel):
-            assert run.module is not None, "wrap_model sets it"
-            run.peers.replicate(run.module.buffers())
+    def buffer_peers(self, run: RunContext) -> Collectives | None:
+        return super().buffer_peers(run) if self.broadcast_buffers else None
 
 
 class _Replica(DistributedDataParallel):

@@ -129,6 +129,8 @@ class DDP2Strategy(Strategy):
             assert run.module is not None, "it was wrapped"
             run.collectives.replicate(run.module.buffers())
 
+    on_test_start = on_predict_start = on_validation_start
+
 
 class NodeDDP(DistributedDataParallel):
     """DDP that does not communicate in evaluation, in which nodes may have different numbers of batches."""

@@ -89,6 +89,27 @@ class ProcessGroupStrategy(Strategy):
     def teardown(self, run: RunContext) -> None:
         unset_variables(run)
 
+    def buffer_peers(self, run: RunContext) -> Collectives | None:
+        """Return the ranks that train with the same buffers and evaluate with those of the first; None for no ranks."""
+        return run.peers
+
+    @hookimpl(optionalhook=True)
+    def on_validation_start(self, run: RunContext) -> None:
+        """Evaluate with the first rank's buffers, which checkpoints have: ranks differ after a step (decision 0004)."""
+        import torch
+
+        from stratagem_process_group.messages import broadcast_from_first, local_tensor
+
+        over = self.buffer_peers(run)
+        if over is None or over.world_size == 1:
+            return
+        assert run.module is not None, "it was wrapped"
+        with torch.inference_mode():  # buffers may have been made in it
+            buffers = {name: local_tensor(buffer) for name, buffer in run.module.named_buffers() if not buffer.is_meta}
+            broadcast_from_first(buffers, over, run.device, sender="buffers")
+
+    on_test_start = on_predict_start = on_validation_start
+
 
 def group_options_after(option: str) -> Callable[[type, list[Attribute[Any]]], list[Attribute[Any]]]:
     """Return a `field_transformer` that lists the options of `ProcessGroupStrategy` behind `option`.

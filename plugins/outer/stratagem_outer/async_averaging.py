@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_outer.messages import SENDER, flatten, group_into_messages, unflatten
 from stratagem_outer.outer_strategy import OuterStrategy
+from stratagem_process_group.messages import SENDER, flatten, group_into_messages, unflatten
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

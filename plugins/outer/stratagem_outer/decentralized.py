@@ -8,8 +8,8 @@ import torch
 from attrs import define, field
 
 from stratagem.api.validators import at_least
-from stratagem_outer.messages import average_in_place
 from stratagem_outer.outer_strategy import OuterStrategy
+from stratagem_process_group.messages import average_in_place
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from torch import Tensor
 from stratagem.api.validators import at_least, between, more_than
 from stratagem.errors import ConfigError
 from stratagem_outer.compressed import mean_in_fp16, mean_in_int8
-from stratagem_outer.messages import averages, local_tensor, plain_mean
 from stratagem_outer.outer_strategy import OuterStrategy
+from stratagem_process_group.messages import averages, local_tensor, plain_mean
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

@@ -27,15 +27,15 @@ from torch import Tensor
 from stratagem.api import Collectives, Plugin, hookimpl
 from stratagem.api.options import options
 from stratagem.errors import ConfigError
-from stratagem_outer.messages import (
+from stratagem_outer.nested import copied_if_shared, on_cpu, on_device, without_shards
+from stratagem_outer.optimizers import averaged_moments, check_optimizers, local_state, restore_local_state
+from stratagem_process_group.messages import (
     average_in_place,
     broadcast_from_first,
     is_averaged,
     local_tensor,
     mean_where_different,
 )
-from stratagem_outer.nested import copied_if_shared, on_cpu, on_device, without_shards
-from stratagem_outer.optimizers import averaged_moments, check_optimizers, local_state, restore_local_state
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import define, field
 
 from stratagem.api.validators import at_least
-from stratagem_outer.messages import average_in_place
 from stratagem_outer.outer_strategy import OuterStrategy
+from stratagem_process_group.messages import average_in_place
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

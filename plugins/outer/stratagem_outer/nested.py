@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem_outer.messages import local_tensor
+from stratagem_process_group.messages import local_tensor
 
 
 def copied_if_shared(state: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError
-from stratagem_outer.messages import is_averaged, local_tensor
+from stratagem_process_group.messages import is_averaged, local_tensor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

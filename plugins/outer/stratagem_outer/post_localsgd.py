@@ -11,7 +11,7 @@ from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Co
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_outer.diverging_replicas import DivergingReplicas
-from stratagem_outer.messages import average_in_place
+from stratagem_process_group.messages import average_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -34,7 +34,6 @@ from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.part_writes import PartWrites
-from stratagem_sharding.shards import local
 from stratagem_sharding.units import units_of
 from stratagem_sharding.whole_matrices import whole_matrices
 from stratagem_transforms.wrap_policy import repeated
@@ -328,13 +327,8 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
             stack.enter_context(whole_matrices(optimizer))
             return (yield)
 
-    @hookimpl(optionalhook=True)
-    def on_validation_start(self, run: RunContext) -> None:
-        """Give replicas the buffers of the first: each has statistics of its own batches (decision 0004)."""
-        over = self._averaged_over((True, True))
-        if over.world_size > 1:
-            assert run.module is not None, "it was wrapped"
-            over.replicate(local(buffer) for buffer in run.module.buffers() if not buffer.is_meta)
+    def buffer_peers(self, run: RunContext) -> Collectives:
+        return self._averaged_over((True, True))
 
     def _complete_gradients(self, run: RunContext) -> None:
         """Wait for the averages, and complete the gradients of parameters that are cut. Collective.

@@ -94,11 +94,13 @@ def average_in_place(
         tensors[name].copy_(mean)
 
 
-def broadcast_from_first(tensors: Mapping[str, Tensor], group: Collectives, device: torch.device) -> None:
+def broadcast_from_first(
+    tensors: Mapping[str, Tensor], group: Collectives, device: torch.device, sender: str = SENDER
+) -> None:
     """Overwrite `tensors` with those of the first rank of `group`. Collective."""
     for names in group_into_messages(tensors):
         message = flatten(tensors, names, device)
-        with group.traffic.sent_by(SENDER):
+        with group.traffic.sent_by(sender):
             group.broadcast(message)
         for name, piece in unflatten(message, tensors, names):
             tensors[name].copy_(piece)
