@@ -149,7 +149,7 @@ class _Autocast(Precision):
 
     @hookimpl(wrapper=True)
     def backward(self, run: RunContext) -> Generator[None, bool, bool]:
-        # The graph keeps the 16-bit copies of parameters that backward needs, and lets go of them one after the other.
+        # The graph keeps the 16-bit copies of parameters that backward needs, and releases them one after the other.
         torch.clear_autocast_cache()
         # Backward already runs in the dtypes of forward; autocast around it would cast some operations twice.
         with torch.autocast(run.device.type, enabled=False):

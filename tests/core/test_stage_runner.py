@@ -66,26 +66,32 @@ def runner(tmp_path):
     ("limit", "expected"), [(None, 8), (1.0, 8), (1, 1), (0, 0), (0.0, 0), (0.5, 4), (0.99, 7), (5, 5), (20, 8)]
 )
 def test_a_limit_is_a_number_or_a_share(runner, limit, expected):
-    assert runner().loaders.limited("train", range(8), limit) == expected
+    assert runner(limit_train_batches=limit).loaders.limited("limit_train_batches", range(8)) == expected
 
 
 def test_a_stream_is_limited_by_a_number_only(runner):
     stream = DataLoader(Stream())
 
-    assert runner().loaders.limited("train", stream, None) == math.inf
-    assert runner().loaders.limited("train", stream, 1.0) == math.inf
-    assert runner().loaders.limited("train", stream, 2) == 2
+    for limit, expected in ((None, math.inf), (1.0, math.inf), (2, 2)):
+        assert runner(limit_train_batches=limit).loaders.limited("limit_train_batches", stream) == expected
     with pytest.raises(ConfigError, match=r"limit_val_batches is 0.5 and the loader has no length"):
-        runner().loaders.limited("val", stream, 0.5)
+        runner(limit_val_batches=0.5).loaders.limited("limit_val_batches", stream)
 
 
 def test_a_share_of_less_than_a_batch_is_refused(runner):
     with pytest.raises(ConfigError, match=r"limit_train_batches is 0.1, and the loader has 8 batches: none of them"):
-        runner().loaders.limited("train", range(8), 0.1)
+        runner(limit_train_batches=0.1).loaders.limited("limit_train_batches", range(8))
+
+
+@pytest.mark.parametrize(("train", "val"), [(8, 2), (2, 8)])
+def test_a_share_to_overfit_is_named(train, val):
+    loaders = [joined_batches(size, 4) for size in (train, val)]
+    with pytest.raises(ConfigError, match=r"overfit_batches is 0.2, and the loader has 2 batches: none of them"):
+        sg.Trainer(overfit_batches=0.2, **QUIET).fit(Net(), *loaders)
 
 
 def test_a_fast_run_overrides_the_limit(runner):
-    assert runner(fast_dev_run=3).loaders.limited("train", range(8), 0.5) == 3
+    assert runner(fast_dev_run=3, limit_train_batches=0.5).loaders.limited("limit_train_batches", range(8)) == 3
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class Reader(sg.Module):
         scores, targets = 6 * self.net(batch[0]).flatten(0, 1), batch[1].flatten()
         if self.returns == "mean":
             return F.cross_entropy(scores, targets)
-        return {"loss": F.cross_entropy(scores, targets, reduction="sum"), "count": (targets != -100).sum()}
+        count = (targets != -100).sum(0, keepdim=self.returns == "element")
+        return {"loss": F.cross_entropy(scores, targets, reduction="sum"), "count": count}
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
@@ -81,7 +82,7 @@ def plain(batches, accumulate, max_norm=None):
 def _trained(rank, world_size, strategy, returns, masks, windows):
     """Return the difference from one plain process for each mask and window, and the smallest norm."""
     found, norms = {}, []
-    counted = {} if returns == "sum" else {"loss_normalization": {"labels": 1}}
+    counted = {"loss_normalization": {"labels": 1}} if returns == "mean" else {}
     for mask in masks:
         batches = texts(mask)
         for accumulate, max_norm in windows:
@@ -112,16 +113,28 @@ WINDOWS = ((1, None), (3, 0.5))
 
 
 @pytest.mark.slow
-@pytest.mark.every_push("mean-fsdp", "sum-ddp", "sum-pipeline", "mean-context", "mean-deepspeed_stage_2")
+@pytest.mark.every_push(
+    "mean-fsdp", "sum-ddp", "sum-pipeline", "element-pipeline", "mean-context", "mean-deepspeed_stage_2"
+)
 @pytest.mark.parametrize(
     ("returns", "strategy"),
-    [("mean", name) for name in STRATEGIES] + [("sum", name) for name in STRATEGIES if "deepspeed" not in name],
+    [("mean", name) for name in STRATEGIES]
+    + [("sum", name) for name in STRATEGIES if "deepspeed" not in name]
+    + [("element", "pipeline")],
 )
 def test_each_target_counts_alike(returns, strategy):
     for found, norm in run_in_processes(_trained, 2, STRATEGIES[strategy], returns, MASKS, WINDOWS, limit_s=360):
         assert norm > 1
         assert {case: distance for case, distance in found.items() if not distance < 1e-6} == {}
         assert len(found) == len(MASKS) * len(WINDOWS)
+
+
+@pytest.mark.parametrize("returns", ["sum", "element"])
+def test_each_target_counts_alike_on_several_devices_of_one_process(returns):
+    found, norm = _trained(0, 2, "dp", returns, MASKS, WINDOWS)
+
+    assert norm > 1
+    assert max(found.values()) < 1e-6
 
 
 def _refused(rank, world_size, strategy):
@@ -322,6 +335,95 @@ class CountsFirst(Reader):
 def test_what_cannot_be_counted_is_an_error(module, options, message):
     with pytest.raises(ConfigError, match=message):
         sg.Trainer(**QUIET, **options).fit(module, texts("some"))
+
+
+class Counts(Reader):
+    """Returns what `count` makes of the targets."""
+
+    def __init__(self, count):
+        super().__init__("sum")
+        self.count = count
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) | {"count": self.count(batch[1] != -100)}
+
+
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [
+        (lambda are_targets: are_targets.sum(1), r"a tensor of shape \(8,\) and torch.int64"),
+        (lambda are_targets: are_targets, r"a tensor of shape \(8, 8\) and torch.bool"),
+        (lambda are_targets: torch.ones(0), r"a tensor of shape \(0,\) and torch.float32"),
+        (lambda are_targets: are_targets.any(), r"tensor\(True\)"),
+        (lambda are_targets: -are_targets.sum(), r"tensor\(-\d+\)"),
+        (lambda are_targets: are_targets.sum() / 0, r"tensor\(inf\)"),
+        (lambda are_targets: torch.ones((), requires_grad=True), r"tensor\(1., requires_grad=True\)"),
+        (lambda are_targets: True, "True"),
+        (lambda are_targets: -1, "-1"),
+        (lambda are_targets: float("nan"), "nan"),
+        (lambda are_targets: "8", "'8'"),
+    ],
+)
+def test_what_is_not_a_count_is_refused(count, found):
+    with pytest.raises(ConfigError, match=f"training_step returned {found} as 'count'; expected the number of targets"):
+        sg.Trainer(**QUIET).fit(Counts(count), texts("some"))
+
+
+def test_counts_of_samples_are_refused_on_several_devices_of_one_process():
+    with pytest.raises(ConfigError, match=r"training_step returned a tensor of shape \(8,\) and torch.int64"):
+        sg.Trainer(strategy="dp", devices=2, **QUIET).fit(Counts(lambda are_targets: are_targets.sum(1)), texts("some"))
+
+
+@pytest.mark.parametrize("count", [lambda n: n, lambda n: n[None], lambda n: n.double(), int, float])
+def test_numbers_are_counts(count):
+    trainer = sg.Trainer(**QUIET)
+    trainer.fit(Counts(lambda are_targets: count(are_targets.sum())), texts("some"))
+
+    assert relative_difference(weights_of(trainer), plain(texts("some"), 1)[0]) < 1e-6
+
+
+class Clamped(Reader):
+    """Divides by at least 1, so that the loss of a batch without targets is 0."""
+
+    def training_step(self, batch, batch_idx):
+        scores, targets = 6 * self.net(batch[0]).flatten(0, 1), batch[1].flatten()
+        return F.cross_entropy(scores, targets, reduction="sum") / (targets != -100).sum().clamp(min=1)
+
+
+def without_targets(*indices):
+    return [(words, targets.clone().fill_(-100) if index in indices else targets)
+            for index, (words, targets) in enumerate(texts("some"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("empty", [(4,), (3, 4, 5)], ids=["batch", "window"])
+@pytest.mark.parametrize("options", [{}, {"checks": None}, {"callbacks": "auto_microbatch"}])
+def test_a_mean_of_no_targets_is_named(empty, options):
+    trainer = sg.Trainer(accumulate_grad_batches=3, loss_normalization={"labels": 1}, **QUIET, **options)
+    message = (
+        rf"a mean that is not finite for batch {empty[0]}, in which loss_normalization counts no target; .* SUM / max"
+    )
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(Reader(), without_targets(*empty))
+
+
+def test_a_mean_that_is_0_without_targets_counts_nothing():
+    batches = without_targets(1, 3, 4, 5)
+    trainer = sg.Trainer(accumulate_grad_batches=3, loss_normalization={"labels": 1}, **QUIET)
+    trainer.fit(Clamped(), batches)
+
+    expected = Reader("sum")
+    optimizer = expected.configure_optimizers()
+    for window in (batches[:3], batches[3:6], batches[6:]):
+        outputs = [expected.training_step(batch, 0) for batch in window]
+        (sum(each["loss"] for each in outputs) / sum(each["count"] for each in outputs).clamp(min=1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert relative_difference(weights_of(trainer), dict(expected.state_dict())) < 1e-6
+
+
+def test_a_batch_without_a_place_for_labels_is_told_what_helps():
+    with pytest.raises(ConfigError, match='yields a Tensor; .*; return {"loss": SUM, "count": NUMBER} without it, or'):
+        sg.Trainer(loss_normalization="tokens", **QUIET).fit(Reader(), [words for words, _ in texts("some")])
 
 
 def _warned(rank, world_size, options):

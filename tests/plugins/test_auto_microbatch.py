@@ -189,7 +189,7 @@ def test_the_number_is_saved_and_resumed(tmp_path):
 def test_the_smallest_size_is_kept_and_the_error_explains():
     with pytest.raises(torch.OutOfMemoryError, match="rank 0 ran out of memory on cpu, in training_step at step 0"):
         fit(Limited(most=3), joined_batches(2, 16), auto=AutoMicrobatch(smallest=4))
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError, match=r'parameters; set precision="bf16-mixed"\.$'):
         fit(Limited(most=0), joined_batches(2, 16))
 
 
@@ -264,6 +264,17 @@ def test_targets_count_alike_in_parts(options):
     plain = _tokens_plainly(2)
     for weights in trained:
         assert relative_difference(weights, plain) < 1e-6
+
+
+class CountsBooleans(Tokens):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return output | {"count": output["count"] >= 0}
+
+
+def test_counts_of_parts_are_checked_one_by_one():
+    with pytest.raises(ConfigError, match=r"returned tensor\(True\) as 'count'"):
+        fit(CountsBooleans(summed=True), token_batches(), auto=AutoMicrobatch(microbatches=7))
 
 
 def _tokens_plainly(accumulate):

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import sys
+import traceback
 
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_torchs_error_is_the_cause_and_its_types_still_catch_it():
     assert isinstance(error, torch.cuda.OutOfMemoryError)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (OutOfMemoryError, str(error))
+
+
+def test_one_traceback_is_printed():
+    error = error_of(Needy())
+    printed = "".join(traceback.format_exception(error))
+
+    assert printed.count("Traceback") == 1
+    assert printed.count("in absurd") == 1
+    assert printed.startswith(f"RuntimeError: {error.__cause__}")
 
 
 def test_validation_of_a_fit_and_prediction_are_named():
@@ -391,8 +401,13 @@ MIXED, TRUE = 'set precision="bf16-mixed"', 'set precision="bf16-true"'
         ({"precision": "bf16-mixed"}, [CHECKPOINTING, BATCHES, TRUE]),
         ({"precision": "bf16-true"}, [CHECKPOINTING, BATCHES]),
         ({"strategy": "dp", "devices": 2}, [BATCHES, MIXED, TRUE]),
+        ({"callbacks": ["auto_microbatch"]}, [CHECKPOINTING, MIXED, TRUE]),
+        (
+            {"callbacks": [{"name": "auto_microbatch", "smallest": 2}]},
+            [CHECKPOINTING, "lower auto_microbatch.smallest", MIXED, TRUE],
+        ),
     ],
-    ids=["none", "checkpointing", "accumulation", "bf16-mixed", "bf16-true", "dp"],
+    ids=["none", "checkpointing", "accumulation", "bf16-mixed", "bf16-true", "dp", "divided", "in pairs"],
 )
 def test_what_is_used_already_is_not_proposed(options, expected, monkeypatch):
     monkeypatch.setattr(memory_ways, "_MOST", 99)

@@ -44,8 +44,7 @@ def seed_everything(seed: int | None = None, *, workers: bool = False, verbose: 
         seed = int(os.environ.get(SEED_VARIABLE, random.randint(0, _MAX_SEED)))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED:
         raise ConfigError(f"seed is {seed!r}", expected=f"an integer from 0 to {_MAX_SEED}")
-    os.environ[SEED_VARIABLE] = str(seed)
-    os.environ[SEED_WORKERS_VARIABLE] = str(int(workers))
+    os.environ.update({SEED_VARIABLE: str(seed), SEED_WORKERS_VARIABLE: str(int(workers))})
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

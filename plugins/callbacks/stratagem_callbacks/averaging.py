@@ -73,7 +73,7 @@ class WeightAveraging(Callback):
     #: What a checkpoint has of both.
     _pending: dict[str, dict[str, Any]] = field(init=False, factory=dict)
     #: The model of a fit, while it lasts.
-    _module: nn.Module | None = field(init=False, default=None)
+    _fitting: nn.Module | None = field(init=False, default=None)
     _last_step: int = field(init=False, default=-1)
 
     def __attrs_post_init__(self) -> None:
@@ -105,7 +105,7 @@ class WeightAveraging(Callback):
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
-        self._last_step, self._module = trainer.global_step, module
+        self._last_step, self._fitting = trainer.global_step, module
         _refuse_second_average(trainer, self._name)
         if any(parameter.is_meta for parameter in module.parameters()):
             raise ConfigError(
@@ -185,7 +185,7 @@ class WeightAveraging(Callback):
     @hookimpl(wrapper=True)
     def model_state(self, module: nn.Module, run: RunContext) -> Generator[None, dict[str, Any], dict[str, Any]]:
         """Answer with the weights that are validated, within a fit."""
-        if not (self.evaluate and self.average and module is self._module) or self._trained:
+        if not (self.evaluate and self.average and module is self._fitting) or self._trained:
             return (yield)
         self._swap_in(run, module)
         state = yield
@@ -200,7 +200,7 @@ class WeightAveraging(Callback):
 
     @hookimpl
     def on_fit_end(self) -> None:
-        self._module = None
+        self._fitting = None
 
     @hookimpl(tryfirst=True)
     def on_exception(self, trainer: TrainerView) -> None:
@@ -232,8 +232,8 @@ class WeightAveraging(Callback):
         Collective with a sharded strategy.
         """
         weights = self._trained
-        if self.evaluate and self.average and not weights and self._module is not None:
-            weights = self._averaged(self._module)
+        if self.evaluate and self.average and not weights and self._fitting is not None:
+            weights = self._averaged(self._fitting)
         tensors = {"average": self.average, "weights": weights}
         whole = {key: {name: _whole(each).cpu() for name, each in values.items()} for key, values in tensors.items()}
         return {**whole, "num_averaged": self.num_averaged}

@@ -66,7 +66,10 @@ class Ending(Callback):
     def explain_error(self) -> Generator[None, BaseException, BaseException]:
         error = yield
         explanation, self._explanation = self._explanation, None
-        return explanation if explanation is not None and explanation.__cause__ is error else error
+        if explanation is None or explanation.__cause__ is not error:
+            return error
+        explanation.__traceback__, error.__traceback__ = error.__traceback__, None  # one is printed, not both
+        return explanation
 
     def _rest(self, trainer: TrainerView) -> str:
         """Return what a fit that an exception ended can be continued from."""

@@ -85,7 +85,10 @@ def _with_fewer_activations(trainer: TrainerView, *, trains: bool) -> Iterator[W
 
 def _with_smaller_batches(trainer: TrainerView) -> Iterator[Way]:
     size, windows = trainer.batch_size, 2 * trainer.accumulate_grad_batches
-    if size == 1:
+    divides = next((each for each in trainer.callbacks if trainer.run.name_of(each) == "auto_microbatch"), None)
+    if divides is not None and divides.smallest > 1:
+        yield Way(f"lower auto_microbatch.smallest, which is {divides.smallest}")
+    if size == 1 or divides is not None:
         return
     if trainer.run.manual:
         yield Way("use smaller batches")

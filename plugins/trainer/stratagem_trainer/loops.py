@@ -88,16 +88,19 @@ class TrainLoop:
 
     def _listen_to_backward(self) -> None:
         """Have the run emit the events of each backward, wherever it is called."""
-        emit = self.state.events.listener("on_before_backward")
+        emit, targets = self.state.events.listener("on_before_backward"), self.train_batches.targets
         closure = self.train if isinstance(self.train, ClosureStep) else None
 
         def before_backward(loss: torch.Tensor) -> None:
+            if targets is not None and math.isinf(self.divisor):
+                targets.check_mean(loss, self.position.batches_done)
             if closure is not None:
                 closure.zero_if_due()
             if emit is not None:
                 emit(loss=loss)
 
-        self.run.step.before_backward = None if closure is None and emit is None else before_backward
+        listens = closure is not None or emit is not None or targets is not None
+        self.run.step.before_backward = before_backward if listens else None
         self.run.step.after_backward = self.state.events.listener("on_after_backward")
 
     def _check_optimizers(self) -> None:

@@ -14,6 +14,7 @@ from stratagem_trainer.metric_log import log_metric
 from stratagem_trainer.metrics import LogOptions, StageMetrics, computes
 from stratagem_trainer.signatures import takes
 from stratagem_trainer.targets import read
+from stratagem_trainer.token_loss import check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,10 @@ class PartSteps:
         self._targets = read(state.settings.loss_normalization)
 
     def train(self, part: Any, batch_idx: int, divisor: float, sync: bool) -> Any:
-        return self._run.step.train_step(part, batch_idx, divisor, sync, self._with_index)
+        outputs = self._run.step.train_step(part, batch_idx, divisor, sync, self._with_index)
+        if self._state.sums_losses and isinstance(outputs, dict) and "count" in outputs:
+            check_count(outputs["count"], self._run)  # a sum of counts would hide what they are
+        return outputs
 
     def weight(self, part: Any, samples: int) -> float:
         return samples if self._targets is None else self._targets.count(part)

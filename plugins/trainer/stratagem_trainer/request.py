@@ -58,8 +58,7 @@ class RequestLoaders:
     def limits(self, loaders: list[Any]) -> tuple[str, list[float]]:
         """Return the word of the stage in ``limit_*_batches``, and how many batches of each loader to use."""
         word = _LOADERS[self.request.stage][1]
-        limit = getattr(self.settings, f"limit_{word}_batches")
-        return word, [self.limited(word, loader, limit) for loader in loaders]
+        return word, [self.limited(f"limit_{word}_batches", loader) for loader in loaders]
 
     def given(self) -> list[Any]:
         """Return the loaders of this request: those given, else the data module's, else the module's own."""
@@ -108,22 +107,19 @@ class RequestLoaders:
         seed_loader_workers(shared, self.run.rank)
         return shared
 
-    def limited(self, word: str, loader: Any, limit: float | None) -> float:
-        """Return how many batches of `loader` to use; inf where its length is unknown and unlimited."""
-        if self.settings.fast_dev_run:
-            limit = int(self.settings.fast_dev_run)
+    def limited(self, option: str, loader: Any) -> float:
+        """Return how many batches of `loader` to use by `option`; inf where its length is unknown and unlimited."""
+        limit = int(self.settings.fast_dev_run) or getattr(self.settings, option)
         size = length(loader)
         if limit is None or (limit == 1.0 and isinstance(limit, float)):
             return size
         if isinstance(limit, int):
             return min(size, limit)
         if math.isinf(size):
-            raise ConfigError(
-                f"limit_{word}_batches is {limit} and the loader has no length", expected="a whole number of batches"
-            )
+            raise ConfigError(f"{option} is {limit} and the loader has no length", expected="a whole number of batches")
         if limit and int(size * limit) == 0:
             raise ConfigError(
-                f"limit_{word}_batches is {limit}, and the loader has {int(size)} batches: none of them",
+                f"{option} is {limit}, and the loader has {int(size)} batches: none of them",
                 expected="a share that is at least one batch, or a whole number",
             )
         return int(size * limit)

@@ -238,7 +238,8 @@ class StageRunner:
     def _size_epochs(self, loader: Any) -> None:
         """Find how many batches an epoch has, and how many lie between two validations."""
         state, settings = self.state, self.settings
-        size = self.loaders.limited("train", loader, settings.overfit_batches or settings.limit_train_batches)
+        option = "overfit_batches" if settings.overfit_batches else "limit_{}_batches"
+        size = self.loaders.limited(option.format("train"), loader)
         size = agreed_size(size, self.run, "training")
         if size == 0 and (settings.overfit_batches or settings.limit_train_batches != 0):
             raise ConfigError(
@@ -246,9 +247,8 @@ class StageRunner:
                 expected="at least one for each process",
                 do="check its data set, drop_last and limit_train_batches",
             )
-        limit = settings.overfit_batches or settings.limit_val_batches
         state.num_training_batches, state.batch_size = size, getattr(loader, "batch_size", None)
-        state.num_val_batches = [self.loaders.limited("val", loader, limit) for loader in self.val_loaders]
+        state.num_val_batches = [self.loaders.limited(option.format("val"), each) for each in self.val_loaders]
         across, interval = settings.check_val_every_n_epoch is None, settings.val_check_interval
         without = not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches))
         if without or state.validates_in_time:

@@ -35,10 +35,13 @@ class Targets:
         if labels is None:
             keys = [str(key) for key in batch] if isinstance(batch, Mapping) else []
             has = f"a {type(batch).__name__}" + (f" with {', '.join(keys)}" if keys else "")
+            do = 'name them: loss_normalization={"labels": KEY_OR_POSITION}'
+            if not isinstance(batch, Mapping | list | tuple):
+                do = 'return {"loss": SUM, "count": NUMBER} without it, or yield a dict or tuple with labels'
             raise ConfigError(
                 f"loss_normalization counts {self.labels!r} of a batch, and the loader yields {has}",
                 expected="class targets there",
-                do=nearest(str(self.labels), keys) or 'name them: loss_normalization={"labels": KEY_OR_POSITION}',
+                do=nearest(str(self.labels), keys) or do,
             )
         if self.shifted:
             labels = labels[..., 1:]

@@ -66,7 +66,21 @@ class TargetCounts:
     def divisor(self) -> float:
         """Return what to divide the mean loss of the window's next batch by."""
         count = self._counts.popleft()
-        return self._share / count if count else math.inf if self._share else 1.0
+        return self._share / count if count else math.inf
+
+    def check_mean(self, loss: torch.Tensor, batch_idx: int) -> None:
+        """Refuse the `loss` of a batch without targets if it is not finite; in such batches alone the host waits.
+
+        Raises:
+            ConfigError: the mean over no targets was returned.
+        """
+        if math.isnan(self._among.values(loss.detach().sum(), 0.0)):
+            raise ConfigError(
+                f"training_step returned a mean that is not finite for batch {batch_idx}, in which loss_normalization "
+                "counts no target",
+                expected="0 there: no targets have no mean",
+                do='return SUM / max(NUMBER, 1), or {"loss": SUM, "count": NUMBER} without loss_normalization',
+            )
 
 
 def target_counts(normalization: str | Mapping[str, Any], run: Context) -> TargetCounts | None:
@@ -88,13 +102,12 @@ class SummedLosses:
         """Add the `count` of a batch to those of its window.
 
         Raises:
-            ConfigError: it is not a number, or an engine steps.
+            ConfigError: it is not a number of targets, or an engine steps.
         """
+        check_count(count, self.run)
         if not self.are_known:
             self._check()
             self.are_known = True
-        if not isinstance(count, torch.Tensor | int | float):
-            raise ConfigError(f"training_step returned {count!r} as 'count'", expected="the number of targets")
         # `dp` and `pipeline` average losses over parts of a batch, so their counts are averaged as well
         counts = torch.as_tensor(count, device=self.run.device).detach()
         self._total = self._total + counts.to(_exact(self.run.device)).mean()
@@ -110,7 +123,11 @@ class SummedLosses:
         factor = torch.where(share == 0, 0.0, divisor / share)
         for optimizer in optimizers:
             _scale_gradients(optimizer, factor)
-        if not self.position.loss_divisor and 0 < (known := self.run.peers.values(share, 1.0)) < math.inf:
+        if not self.position.loss_divisor and (known := self.run.peers.values(share, 1.0)):
+            if not 0 < known < math.inf:
+                raise ConfigError(
+                    f"training_step returned a 'count' that is {known:g} on average over ranks", expected=_A_COUNT
+                )
             self.position.loss_divisor = 2.0 ** round(math.log2(known))  # a power of two changes no digit
 
     def refuse_uncounted(self) -> None:
@@ -132,6 +149,30 @@ class SummedLosses:
         if run.peers.world_size > 1:
             run.peers.barrier_with_timeout("training_step with a 'count'", self._limit_s)
         run.print('the loss is divided by the counts of its step (loss_normalization="batches" leaves it as it is)')
+
+
+_A_COUNT = "the number of targets: one number without a gradient, at least 0"
+
+
+def check_count(count: Any, run: Context) -> None:
+    """Refuse what is not a count; the sign of a number on a GPU is not read.
+
+    Raises:
+        ConfigError: a boolean, a negative number, or a tensor with a graph or several elements. Under `dp` and
+            `pipeline` there may be an element for each part of a batch.
+    """
+    value = count
+    if isinstance(count, torch.Tensor):
+        parts = math.inf if run.mesh.size("pipeline") > 1 else len(run.devices)
+        fits = count.numel() == 1 or (count.dim() == 1 and 0 < count.numel() <= parts)
+        if fits and not (count.requires_grad or count.is_complex() or count.dtype == torch.bool):
+            value = run.peers.values(count.min(), 1.0) if count.is_cpu else 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        several = isinstance(count, torch.Tensor) and count.numel() != 1
+        found = f"a tensor of shape {tuple(count.shape)} and {count.dtype}" if several else repr(count)
+        raise ConfigError(
+            f"training_step returned {found} as 'count'", expected=_A_COUNT, do="return (labels != -100).sum()"
+        )
 
 
 def _exact(device: torch.device) -> torch.dtype:
