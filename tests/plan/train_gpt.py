@@ -1,7 +1,7 @@
 """A training script as users write it: python train_gpt.py '{"layers": 2, "strategy": "ddp"}'.
 
 With "count_to", each rank writes to that folder what it sent in its steps; with "counted", what `stratagem_plan.counter`
-counts in its last step. With "memory" CUDA has so many bytes; to "peaks" is written what it has allocated and reserved.
+counts in its last step. With "copies" 16-bit copies of weights stay until the end of a step. With "memory" CUDA has so many bytes; to "peaks" is written what it has allocated and reserved.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from stratagem.precisions import MixedPrecision
 from stratagem_parallel import context_offset
 
 given = {
     "layers": 2, "width": 128, "heads": 4, "micro": 2, "vocab": 500, "length": 64, "precision": "32-true",
     "strategy": "ddp", "devices": 1, "recompute": False, "experts": 0, "count_to": None, "counted": None, "options": {},
-    "memory": None, "peaks": None,
+    "memory": None, "peaks": None, "copies": False,
 } | json.loads(sys.argv[1])  # fmt: skip
 
 
@@ -111,6 +112,15 @@ class Count(sg.Callback):
         Path(given["count_to"], f"{run.rank}-{batch_idx}.json").write_text(json.dumps(told))
 
 
+class KeepsCopies(MixedPrecision):
+    """As bf16-mixed was when a GPU counted."""
+
+    @sg.hookimpl(wrapper=True)
+    def backward(self, run):
+        with torch.autocast(run.device.type, enabled=False):
+            return (yield)
+
+
 if given["memory"]:
     torch.cuda.set_per_process_memory_fraction(given["memory"] / torch.cuda.get_device_properties(0).total_memory)
 plugins = []
@@ -122,7 +132,7 @@ strategy = given["strategy"]
 if isinstance(strategy, dict) and strategy.get("auto_wrap_policy"):
     strategy = strategy | {"auto_wrap_policy": {Block}}
 trainer = sg.Trainer(
-    strategy=strategy, devices=given["devices"], precision=given["precision"], max_steps=2, logger=False,
+    strategy=strategy, devices=given["devices"], precision=KeepsCopies() if given["copies"] else given["precision"], max_steps=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, callbacks=[Count()] if given["count_to"] else [],
     plugins=plugins, activation_checkpointing=[Block] if given["recompute"] else None, **given["options"],
 )  # fmt: skip
