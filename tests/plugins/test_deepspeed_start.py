@@ -282,6 +282,23 @@ def test_a_run_that_was_not_closed_does_not_keep_the_group_of_the_next():
     assert run_in_processes(_not_closed, 1) == [(True, False)]
 
 
+def _closed_after_the_next(rank, world_size, strategy):
+    _forget_launcher()
+    first, second = (sg.Trainer(strategy=strategy, devices=1, accelerator="cpu", **QUIET) for _ in range(2))
+    first.fit(Net(), joined_batches(4, 8))
+    torch.distributed.destroy_process_group()
+    second.fit(Net(), joined_batches(4, 8))
+    second.close()
+    first.close()
+    return torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_3"])
+def test_a_run_whose_group_has_gone_can_be_closed_after_the_next(strategy):
+    assert run_in_processes(_closed_after_the_next, 1, strategy) == [False]
+
+
 class Failing(Net):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:

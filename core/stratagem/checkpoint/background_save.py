@@ -130,8 +130,8 @@ class Saver:
 
     def join(self) -> None:
         """Wait for the running save, if there is one, whatever comes of it."""
-        if self._thread is not None:
-            self._thread.join()
+        while (thread := self._thread) is not None and thread.is_alive():
+            thread.join(1)  # a signal right before a wait without an end would not interrupt it
 
     def wait(self) -> None:
         """Wait for the running save, if there is one.

@@ -154,13 +154,14 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         super().teardown(run)
 
     def _stop(self, run: RunContext) -> None:
-        if self._model is not None:
-            self._model.stop()
-        self._model = None
-        for partitions in self._partitions:
-            release(partitions.module)
-            partitions.leave()
-        self._partitions.clear()
+        with start.telling_rank():
+            if self._model is not None:
+                self._model.stop()
+            self._model = None
+            for partitions in self._partitions:
+                release(partitions.module)
+                partitions.leave()
+            self._partitions.clear()
         if self._disk is not None:
             self._disk.remove()
             self._disk = None
