@@ -9,8 +9,9 @@ from attrs import define, field
 
 from stratagem.api import hookimpl
 from stratagem.errors import ConfigError
+from stratagem_process_group.messages import local_tensor
 from stratagem_torchft import replica_state
-from stratagem_torchft.messages import local, pack, trained_parameters, unpack, with_layout_of
+from stratagem_torchft.messages import pack, trained_parameters, unpack, with_layout_of
 from stratagem_torchft.replica import TorchFTStrategy
 
 if TYPE_CHECKING:
@@ -114,4 +115,4 @@ class TorchFTDDPStrategy(TorchFTStrategy):
 
 def _gradient(parameter: Tensor) -> Tensor:
     """Return this rank's part of the gradient, sharing its memory; zeros without one."""
-    return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
+    return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)

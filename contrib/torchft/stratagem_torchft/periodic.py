@@ -11,7 +11,8 @@ from torch import Tensor
 from stratagem.api import LOSS_SCALING, TEAMS, WITHIN_TEAM, Capabilities, hookimpl
 from stratagem.api.validators import at_least, between, more_than
 from stratagem.errors import ConfigError
-from stratagem_torchft.messages import local, pack, trained_parameters, unpack
+from stratagem_process_group.messages import local_tensor
+from stratagem_torchft.messages import pack, trained_parameters, unpack
 from stratagem_torchft.replica import REPLICAS, TorchFTStrategy
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class PeriodicStrategy(TorchFTStrategy):
 
     def _parameters(self, run: RunContext) -> dict[str, Tensor]:
         assert run.module is not None, "set before wrap_model"
-        return {name: local(parameter) for name, parameter in trained_parameters(run.module).items()}
+        return {name: local_tensor(parameter) for name, parameter in trained_parameters(run.module).items()}
 
     def _averaged(self, run: RunContext) -> dict[str, Tensor]:
         """Return the parameters that have an anchor, also those that were frozen since.
@@ -82,7 +83,7 @@ class PeriodicStrategy(TorchFTStrategy):
                 expected="the same trainable parameters during the whole fit",
                 do="begin with it trainable, or train in two fits",
             )
-        return {name: local(each) for name, each in run.module.named_parameters() if name in self._anchor}
+        return {name: local_tensor(each) for name, each in run.module.named_parameters() if name in self._anchor}
 
     def _reset(self, run: RunContext) -> None:
         self._anchor = {name: _to_at_least_fp32(tensor) for name, tensor in self._parameters(run).items()}

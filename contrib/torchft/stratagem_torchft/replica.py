@@ -45,8 +45,9 @@ from stratagem.api.parameters import needs_closure
 from stratagem.api.seeding import sampler_seed
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError, LaunchError
+from stratagem_process_group.messages import local_tensor
 from stratagem_torchft import lighthouse, replica_state
-from stratagem_torchft.messages import local, pack, unpack
+from stratagem_torchft.messages import pack, unpack
 from stratagem_torchft.values import is_installed, minute, nothing, read_number
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ class TorchFTStrategy(Strategy):
             return False
         assert run.module is not None, "set before wrap_model"
         tensors = {
-            name: local(tensor)
+            name: local_tensor(tensor)
             for name, tensor in (*run.module.named_parameters(), *run.module.named_buffers())
             if not tensor.is_meta
         }

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import ConfigError
-from stratagem_torchft.messages import local, with_layout_of
+from stratagem_process_group.messages import local_tensor
+from stratagem_torchft.messages import with_layout_of
 from stratagem_trainer.api import has_role
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ def applied(state: Mapping[str, Any], run: RunContext) -> None:
     own = _tensors(run.module)
     with torch.no_grad():
         for name, values in state["tensors"].items():
-            if name not in own or local(own[name]).shape != values.shape:
+            if name not in own or local_tensor(own[name]).shape != values.shape:
                 raise ConfigError(
                     f"another replica sent {name!r} of shape {tuple(values.shape)}, which this one "
-                    + (f"has in shape {tuple(local(own[name]).shape)}" if name in own else "does not have"),
+                    + (f"has in shape {tuple(local_tensor(own[name]).shape)}" if name in own else "does not have"),
                     expected="the same model in all replicas, spread over the same number of processes",
                 )
-            local(own[name]).copy_(values)
+            local_tensor(own[name]).copy_(values)
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         _restore_optimizer(optimizer, saved)
     for config, saved in zip(run.lr_scheduler_configs, state["lr_schedulers"], strict=True):
@@ -105,7 +106,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return local(tensor).to("cpu", copy=True)
+    return local_tensor(tensor).to("cpu", copy=True)
 
 
 def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
@@ -138,4 +139,4 @@ def _restored(value: Any, parameter: Tensor) -> Any:
         return value
     tensor, device_type = value
     tensor = tensor.to("cpu" if device_type == "cpu" else parameter.device)
-    return with_layout_of(tensor, parameter) if tensor.shape == local(parameter).shape else tensor
+    return with_layout_of(tensor, parameter) if tensor.shape == local_tensor(parameter).shape else tensor
