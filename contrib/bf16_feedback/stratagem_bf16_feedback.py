@@ -26,9 +26,10 @@ class BF16Feedback(CommHook):
     def reduce_bucket(self, bucket, run):
         residuals = self._residuals.of(run)
         key = self._key(bucket, run)
-        corrected = bucket.buffer + residuals[key] if key in residuals else bucket.buffer
+        scale = run.gradient_scale  # differs between steps whose losses are sums of targets
+        corrected = bucket.buffer + residuals[key] * scale if key in residuals else bucket.buffer
         sent = corrected.bfloat16()
-        residuals[key] = torch.nan_to_num(corrected - sent, 0.0, 0.0, 0.0)  # an overflow leaves none
+        residuals[key] = torch.nan_to_num((corrected - sent) / scale, 0.0, 0.0, 0.0)  # an overflow leaves none
         return bucket.buffer.copy_((yield sent))
 
     def _key(self, bucket, run):

@@ -172,8 +172,8 @@ class ScaledPrecision(_Autocast):
     """Keep fp32 parameters and compute in fp16; scale the loss so that small gradients do not underflow.
 
     Micikevicius et al., "Mixed Precision Training", ICLR 2018. If gradients overflow on one rank, all ranks skip the
-    step, and the scale is reduced. With several optimizers the scale changes only between batches, so that all losses
-    of a batch have the same scale.
+    step, and the scale is reduced; of several optimizers none steps. Where they are stepped by hand the scale changes
+    only between batches, so that all losses of a batch have the same scale.
     """
 
     #: Initial loss scale: too large costs a few skipped steps, too small loses small gradients at first.
@@ -236,24 +236,27 @@ class ScaledPrecision(_Autocast):
         return (yield)
 
     @hookimpl
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], torch.Tensor] | None, run: RunContext) -> bool:
+    def step_optimizers(
+        self, optimizers: list[Optimizer], closure: Callable[[], torch.Tensor] | None, run: RunContext
+    ) -> bool:
         if closure is not None:
             raise ConfigError(
-                f"precision '16-mixed' cannot step {type(optimizer).__name__}, which needs a closure",
+                f"precision '16-mixed' cannot step {type(optimizers[0]).__name__}, which needs a closure",
                 expected="an optimizer without a closure",
                 do='use precision="bf16-mixed" or "32-true"',
             )
-        found = self._unscale(optimizer)
-        has_gradients = bool(found)
+        found = [self._unscale(each) for each in optimizers]
+        with_gradients = [each for each, flags in zip(optimizers, found, strict=True) if flags]
         if run.collectives.world_size > 1:
             self._all_reduce_overflow(found, run)
         # The only device synchronization of a step, before more work is queued on the device.
         # GradScaler.step would synchronize once more.
         overflowed = not run.environment.simulated and _any(found)  # a plan has no values
-        if has_gradients and not overflowed:
-            optimizer.step()
-        self._record(optimizer)
-        if len(run.optimizers) <= 1:
+        for optimizer in () if overflowed else with_gradients:
+            run.step_one(optimizer)
+        for optimizer in optimizers:
+            self._record(optimizer)
+        if len(optimizers) == max(1, len(run.optimizers)):
             self._update()
         return not overflowed
 
@@ -280,17 +283,18 @@ class ScaledPrecision(_Autocast):
         found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
         return found
 
-    def _all_reduce_overflow(self, found: dict[torch.device, torch.Tensor], run: RunContext) -> None:
+    def _all_reduce_overflow(self, found: list[dict[torch.device, torch.Tensor]], run: RunContext) -> None:
         """All-reduce the overflow flags (max): one collective, which ranks without gradients call too."""
         flag = torch.zeros((), device=run.device)
-        for local in found.values():
+        for local in (each for flags in found for each in flags.values()):
             flag = torch.maximum(flag, local.to(run.device))
         flag = run.collectives.unchecked.all_reduce(flag, "max")
-        if not found:
+        if not any(found):
             assert self.scaler is not None, "prepare_module creates it"
             self.scaler.scale(flag)  # creates the scale if this rank had no loss yet: it must change here too
-        for device in list(found) or [run.device]:
-            found[device] = flag.to(device)
+        for flags in found:
+            for device in list(flags) or [run.device]:
+                flags[device] = flag.to(device)
 
     def _record(self, optimizer: Optimizer) -> None:
         """Add this optimizer's overflow flags to those of the next update, and allow it another step before that."""
@@ -354,9 +358,9 @@ class _Scaler(GradScaler):
         return found
 
 
-def _any(found: dict[torch.device, torch.Tensor]) -> bool:
+def _any(found: list[dict[torch.device, torch.Tensor]]) -> bool:
     """Return whether a flag in `found` is set, with one synchronization."""
-    flags = list(found.values())
+    flags = [flag for each in found for flag in each.values()]
     if len(flags) > 1:
         flags = [torch.stack([flag.to(flags[0].device) for flag in flags]).amax()]
     return bool(flags[0]) if flags else False

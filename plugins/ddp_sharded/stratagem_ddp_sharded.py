@@ -226,12 +226,12 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         return total
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Generator[None, bool, bool]:
+    def step_optimizers(self, optimizers: list[torch.optim.Optimizer], run: RunContext) -> Generator[None, bool, bool]:
         # Parameters that this rank does not own have no gradient: the optimizer skips them and keeps no state for them.
         stepped = yield
         if stepped:
             with run.peers.traffic.sent_by("parameters"):
-                self._broadcast_parameters(_parameters_of(optimizer), run)
+                self._broadcast_parameters([each for some in optimizers for each in _parameters_of(some)], run)
         return stepped
 
     @hookimpl(wrapper=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.api.metric_values import combine, number
 from stratagem.errors import ConfigError
+from stratagem_trainer.api.metric_values import combine, number
 
 #: One value that was logged: its name, a number, and the options of `Module.log`.
 Entry = tuple[str, Any, dict[str, Any]]

@@ -443,6 +443,17 @@ class StepsTwice(_Steps):
         return super().step(optimizer, closure, run)
 
 
+@mutant("test_several_optimizers_in_one_step")
+class DividesAllGradientsWithEachOptimizer(AveragesOnlyWhenItSteps):
+    @hookimpl
+    def optimizer_step(self, optimizer, run):
+        for parameter in run.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= run.world_size
+        optimizer.step()
+        return True
+
+
 @mutant("test_closure_optimizers")
 class IgnoresTheClosure(_Steps):
     def step(self, optimizer, closure, run):
@@ -827,6 +838,14 @@ class DoesNotScale(MixedPrecision):
 class RanksDoNotAgreeOnOverflow(ScaledPrecision):
     def _all_reduce_overflow(self, found, run):
         pass
+
+
+@mutant("test_an_overflow_of_one_optimizer_skips_all")
+class EachOptimizerDecides(ScaledPrecision):
+    @hookimpl
+    def step_optimizers(self, optimizers, closure, run):
+        stepped = [super(EachOptimizerDecides, self).step_optimizers([each], closure, run) for each in optimizers]
+        return all(stepped)
 
 
 @mutant("test_an_overflow_skips_the_step_on_every_rank")

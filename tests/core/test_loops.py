@@ -495,9 +495,9 @@ def test_epochs_that_are_skipped_without_a_limit_are_refused(loop):
 
 def test_a_skipped_step_counts_and_leaves_the_schedulers(loop):
     made = loop()
-    scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(made.run.optimizers[0], 1)
     made.step_schedulers = [LRSchedulerConfig(scheduler=scheduler, interval="step", frequency=2)]
-    made.optimizer.step()
+    made.run.optimizers[0].step()
     for stepped in (True, False, True, True):
         made.count_step(stepped)
 

@@ -147,6 +147,55 @@ def test_a_sum_is_refused_where_an_engine_has_the_gradients():
     run_in_processes(_refused, 2, "deepspeed_stage_1")
 
 
+#: Each keeps a part of the gradients for the next step.
+KEEPING = (
+    {"name": "topk", "ratio": 0.2},
+    "int8",
+    {"name": "one_bit", "start_iter": 0},
+    {"name": "powersgd", "start_powerSGD_iter": 2},
+)
+
+
+def _through_hooks(rank, world_size):
+    """Return for each hook and window how far sums are from means, whose targets are counted before."""
+    found = {}
+    for hook in KEEPING:
+        for accumulate in (1, 2):
+            weights = []
+            for returns in ("mean", "sum"):
+                counted = {"loss_normalization": {"labels": 1}} if returns == "mean" else {}
+                trainer = sg.Trainer(
+                    strategy="ddp", devices=world_size, comm_hook=hook, accumulate_grad_batches=accumulate, **counted,
+                    **QUIET,
+                )  # fmt: skip
+                trainer.fit(Reader(returns, lr=0.02), share(trainer, texts("some")))
+                weights.append(weights_of(trainer))
+            found[str(hook), accumulate] = relative_difference(*weights)
+    return found
+
+
+def test_hooks_that_keep_gradients_are_told_the_scale_of_sums():
+    for found in run_in_processes(_through_hooks, 2):
+        assert {case: distance for case, distance in found.items() if not distance < 1e-5} == {}
+        assert len(found) == 2 * len(KEEPING)
+
+
+def _in_parts(rank, world_size):
+    trainer = sg.Trainer(
+        strategy="ddp",
+        devices=world_size,
+        comm_hook="int8",
+        callbacks=[{"name": "auto_microbatch", "microbatches": 2}],
+        **QUIET,
+    )
+    with pytest.raises(ConfigError, match="comm_hook 'int8' averages gradients before the counts of all parts of a ba"):
+        trainer.fit(Reader("sum"), share(trainer, texts("some")))
+
+
+def test_hooks_that_cannot_be_told_it_in_time_are_refused():
+    run_in_processes(_in_parts, 2)
+
+
 class Unsized:
     """A loader without a length."""
 

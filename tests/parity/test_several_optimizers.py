@@ -152,3 +152,111 @@ class Evaluating(Matrices):
 def test_what_steps_one_by_one_is_refused(module, message):
     with pytest.raises(ConfigError, match=message):
         sg.Trainer(enable_checkpointing=False, **QUIET).fit(module(), BATCHES)
+
+
+class Poisoned(sg.Module):
+    """The gradients of its first optimizer alone are not finite in batch 3; plain SGD, so that a batch may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = 4 * ((self.second(torch.tanh(self.first(x))) - y) ** 2).mean()
+        zero = self.first.bias.sum() - self.first.bias.sum()  # its square root has an infinite gradient
+        return loss + zero.sqrt() if batch_idx == 3 else loss
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.second, self.first)]
+        return optimizers, [
+            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(each, 0.7), "interval": "step"} for each in optimizers
+        ]
+
+
+def without_the_poisoned_batch(max_norm=None):
+    model = Poisoned()
+    optimizers, schedulers = model.configure_optimizers()
+    for index, batch in enumerate(BATCHES):
+        if index == 3:
+            continue
+        model.training_step(batch, index).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
+        assert norm > 1 or index
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler["scheduler"].step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param({"precision": {"name": "16-mixed", "init_scale": 8.0}, "checks": None}, 3e-3, id="16-mixed"),
+        pytest.param({"checks": {"name": "finite", "action": "skip"}}, 1e-6, id="finite"),
+    ],
+)
+def test_what_one_overflows_none_steps(options, tolerance, max_norm):
+    """Neither do schedulers, and it counts as one step."""
+    trainer = sg.Trainer(enable_checkpointing=False, gradient_clip_val=max_norm, **QUIET, **options)
+    trainer.fit(Poisoned(), BATCHES)
+
+    assert (trainer.global_step, trainer.position.skipped_steps) == (8, 1)
+    assert relative_difference(weights_of(trainer), without_the_poisoned_batch(max_norm)) < tolerance
+
+
+def _fit_with_hooks(rank, world_size):
+    found = []
+    for hook in ("fp16_compress", {"name": "topk", "ratio": 1.0}):
+        trainer = sg.Trainer(
+            strategy={"name": "ddp", "bucket_cap_mb": 0.001}, devices=world_size, comm_hook=hook, checks=None,
+            enable_checkpointing=False, **QUIET,
+        )  # fmt: skip
+        trainer.fit(Poisoned(), part(BATCHES, rank, world_size))
+        found.append((weights_of(trainer), trainer.position.skipped_steps))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:comm_hook")
+def test_what_a_comm_hook_skips_no_optimizer_steps():
+    for found in run_in_processes(_fit_with_hooks, 2):
+        for weights, skipped in found:
+            assert skipped == 1
+            assert relative_difference(weights, without_the_poisoned_batch()) < 3e-3
+
+
+class CountsSteps(sg.Callback):
+    steps = 0
+
+    @sg.hookimpl(wrapper=True)
+    def step_optimizers(self):
+        self.steps += 1
+        return (yield)
+
+
+def test_they_are_one_event():
+    counts = CountsSteps()
+    sg.Trainer(enable_checkpointing=False, callbacks=[counts], **QUIET).fit(Matrices(), BATCHES)
+
+    assert counts.steps == len(BATCHES)
+
+
+def test_a_loop_of_your_own_steps_them_together():
+    run = sg.Run(accelerator="cpu", precision={"name": "16-mixed", "init_scale": 8.0})
+    with run:
+        module = Poisoned()
+        model, *optimizers = run.setup(module, *module.configure_optimizers()[0])
+        stepped = []
+        for index, batch in enumerate(BATCHES):
+            before = [p.detach().clone() for p in module.parameters()]
+            run.backward(model.training_step(batch, index))
+            stepped.append(run.optimizer_step(optimizers))
+            moved = [not torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True)]
+            assert moved == [stepped[-1]] * 4
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    assert stepped == [index != 3 for index in range(8)]

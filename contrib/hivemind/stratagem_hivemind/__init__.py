@@ -419,7 +419,7 @@ class HivemindStrategy(Strategy):
         self._sum = None
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
+    def step_optimizers(self, run: RunContext) -> Generator[None, bool, bool]:
         swarm, peers = self._swarm, self._stepping
         if peers is None:
             yield

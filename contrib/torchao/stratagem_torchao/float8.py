@@ -183,7 +183,7 @@ class Float8Precision(Precision):
             return (yield)
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
+    def step_optimizers(self, run: RunContext) -> Generator[None, bool, bool]:
         stepped = yield
         if self.precompute_float8_dynamic_scale_for_fsdp:
             from stratagem_torchao.float8_all_gather import precompute_scales

@@ -93,7 +93,7 @@ class TorchFTDDPStrategy(TorchFTStrategy):
                 parameters[name].grad = with_layout_of(gradients[name], parameters[name])
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
+    def step_optimizers(self, run: RunContext) -> Generator[None, bool, bool]:
         if not self._is_averaged:
             raise ConfigError(
                 "an optimizer step began, and no gradients were averaged over the replicas",

@@ -90,7 +90,7 @@ class PeriodicStrategy(TorchFTStrategy):
         self._momentum, self._local_steps, self._rounds = {}, 0, 0
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
+    def step_optimizers(self, run: RunContext) -> Generator[None, bool, bool]:
         if self._manager is None:  # a loop of the user's has no on_train_start
             self._begin(run)
         stepped = yield

@@ -122,7 +122,7 @@ class SingleXLAStrategy(Strategy):
         return True
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self) -> Generator[None, bool, bool]:
+    def step_optimizers(self) -> Generator[None, bool, bool]:
         stepped = yield
         _sync()
         return stepped

@@ -247,6 +247,9 @@ class RunContext(Protocol):
     manual: bool
     #: False while gradients are only accumulated.
     sync_gradients: bool
+    #: What the gradients that are averaged now are multiplied by, beside the loss scale. It differs between steps where
+    #: losses are sums of targets: a comm hook that keeps gradients for the next step divides by it.
+    gradient_scale: float
 
     #: True in a worker whose results are sent back to the launching process.
     is_worker: bool
@@ -288,6 +291,10 @@ class RunContext(Protocol):
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
     ) -> Any:
         """Clip by norm or by value; return the norm before clipping, or 0.0 by value."""
+
+    def step_one(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
+        """Update the parameters of one `optimizer`; return whether they changed: what ``step_optimizers`` calls."""
+        ...
 
     def count_skipped_step(self) -> None:
         """Report that an optimizer step which returned True turned out to have been skipped."""

@@ -71,6 +71,7 @@ class Context:
         self.stage: str = "train"
         self.manual = False
         self.sync_gradients = True
+        self.gradient_scale = 1.0
         self._enter()
 
     def _enter(self) -> None:
@@ -439,6 +440,10 @@ class Context:
         """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value."""
         return self.step.clip_gradients(optimizer, max_norm, max_value)
 
+    def step_one(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
+        """Update the parameters of `optimizer` through the hook ``optimizer_step``; return whether they changed."""
+        return self.step.step_one(optimizer, closure)
+
     def count_skipped_step(self) -> None:
         """Report that an optimizer step which returned True turned out to have been skipped."""
         if self.progress is not None:
@@ -506,7 +511,7 @@ class Context:
     # --- To another process ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        sent = ("settings", "stack", "progress", "module", "stage", "manual", "sync_gradients")
+        sent = ("settings", "stack", "progress", "module", "stage", "manual", "sync_gradients", "gradient_scale")
         return {name: getattr(self, name) for name in sent}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

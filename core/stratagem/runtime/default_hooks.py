@@ -70,6 +70,11 @@ def clip_gradients(optimizer: Any, max_norm: Any, max_value: Any) -> Any:
     return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
+def step_optimizers(optimizers: Any, closure: Any, run: Any) -> bool:
+    stepped = [run.step_one(each, closure) for each in optimizers]
+    return all(stepped)
+
+
 def optimizer_step(optimizer: Any, closure: Any) -> bool:
     if closure is None:
         optimizer.step()
@@ -104,8 +109,8 @@ DEFAULTS = {
     function.__name__: function
     for function in (
         connect, units, wrap_backend, wrap_optimizers, wrap_dataloader, transfer_batch, scale_loss, backward,
-        clip_gradients, optimizer_step, model_state, load_model_state, optimizer_state, load_optimizer_state,
-        explain_error,
+        clip_gradients, step_optimizers, optimizer_step, model_state, load_model_state, optimizer_state,
+        load_optimizer_state, explain_error,
     )
 }  # fmt: skip
 

@@ -40,13 +40,15 @@ _ANSWERS: dict[str, tuple[type[Any], ...]] = {
     "scale_loss": (torch.Tensor,),
     "backward": (bool,),
     "clip_gradients": (torch.Tensor, float, int),
+    "step_optimizers": (bool,),
     "optimizer_step": (bool,),
     "explain_error": (BaseException,),
 }
 
 #: Hooks of the inner loop, bound once when the stack is connected.
 _STEP_HOOKS = (
-    "step_context", "forward_backward", "scale_loss", "backward", "clip_gradients", "optimizer_step", "transfer_batch",
+    "step_context", "forward_backward", "scale_loss", "backward", "clip_gradients", "step_optimizers", "optimizer_step",
+    "transfer_batch",
 )  # fmt: skip
 
 
@@ -61,6 +63,7 @@ class HookCaller:
     scale_loss: Any
     backward: Any
     clip_gradients: Any
+    step_optimizers: Any
     optimizer_step: Any
     transfer_batch: Any
 

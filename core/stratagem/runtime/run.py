@@ -156,9 +156,11 @@ class Run(Context):
         finally:
             self.sync_gradients = before
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
-        """Step; return False if the precision skipped it because gradients overflowed."""
-        return self.step.optimizer_step(optimizer, closure)
+    def optimizer_step(
+        self, optimizers: Optimizer | list[Optimizer], closure: Callable[[], Tensor] | None = None
+    ) -> bool:
+        """Make one step with an optimizer, or with several; return False if it was skipped: gradients overflowed."""
+        return self.step.step_optimizers(optimizers if isinstance(optimizers, list) else [optimizers], closure)
 
     # --- Files ---------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class Step:
         self._with_index = True
         #: How to differentiate, where the module that is trained defines it.
         self.custom_backward: Callable[[Tensor], None] | None = None
+        #: Called with what `training_step` returned, before its backward; set by the training loop.
+        self.after_forward: Callable[[Any], None] | None = None
         #: Called around each backward, with the loss before it is scaled; set by the training loop.
         self.before_backward: Callable[[Tensor], None] | None = None
         self.after_backward: Callable[[], None] | None = None
@@ -84,6 +86,8 @@ class Step:
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):
             self._check_may_skip(output, batch_idx)
             return None
+        if self.after_forward is not None:
+            self.after_forward(output)
         self.backward(loss / divisor if divisor != 1 else loss)
         return output
 
@@ -182,10 +186,13 @@ class Step:
         if self._run.policy.loss_scaling and not self._run.stack.precision_absorbed:
             self.clip_gradients(optimizer, max_value=math.inf)  # it unscales first, and changes nothing else
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None, **options: Any) -> bool:
-        """Step; return False if the precision skipped it because gradients overflowed.
+    def step_optimizers(
+        self, optimizers: list[Optimizer], closure: Callable[[], Tensor] | None = None, **options: Any
+    ) -> bool:
+        """Make one step with `optimizers`; return False if all were skipped because gradients overflowed.
 
         Args:
+            closure: only for one optimizer that evaluates the model itself.
             options: of the optimizer's own `step`.
 
         Raises:
@@ -196,34 +203,42 @@ class Step:
         self.is_stepping = True
         try:
             if options:
-                return self._step_with(optimizer, closure, options)
-            if self._hooks.optimizer_step is None and closure is None:
-                optimizer.step()
+                return self._step_with(optimizers[0], closure, options)
+            if self._hooks.step_optimizers is None and self._hooks.optimizer_step is None and closure is None:
+                for optimizer in optimizers:
+                    optimizer.step()
                 return True
-            call = self._hooks.optimizer_step or self._hooks.hook.optimizer_step
-            return bool(
-                self._hooks.answered("optimizer_step", call(optimizer=optimizer, closure=closure, run=self._run))
-            )
+            answer = self._hooks.hook.step_optimizers(optimizers=optimizers, closure=closure, run=self._run)
+            return bool(self._hooks.answered("step_optimizers", answer))
         except TypeError as error:
-            if closure is not None or not needs_closure(optimizer):
+            if closure is not None or not needs_closure(optimizers[0]):
                 raise
             raise ConfigError(
-                f"{type(optimizer).__name__}.step was called without a closure",
+                f"{type(optimizers[0]).__name__}.step was called without a closure",
                 expected="a closure: it evaluates the model itself, once or many times for each step",
                 do="call step(closure); in optimizer_step, call optimizer.step(closure=optimizer_closure)",
             ) from error
         finally:
             self.is_stepping = False
 
+    def step_one(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
+        """Update the parameters of `optimizer` through the hook ``optimizer_step``; return whether they changed."""
+        call = self._hooks.optimizer_step or self._hooks.hook.optimizer_step
+        return bool(self._hooks.answered("optimizer_step", call(optimizer=optimizer, closure=closure, run=self._run)))
+
     def _step_with(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None, options: dict[str, Any]) -> bool:
-        if self._hooks.optimizer_step is not None:
+        if (hook := self.stepping_hook) is not None:
             raise ConfigError(
-                f"optimizer.step got {', '.join(options)}, and {self._hooks.answering_plugin('optimizer_step')} steps "
-                "the optimizer",
+                f"optimizer.step got {', '.join(options)}, and {self._hooks.answering_plugin(hook)} steps it",
                 expected="no options, which it does not pass on",
             )
         optimizer.step(**options if closure is None else {"closure": closure} | options)
         return True
+
+    @property
+    def stepping_hook(self) -> str | None:
+        """The hook through which a plugin steps optimizers, or takes part in it."""
+        return next((hook for hook in ("optimizer_step", "step_optimizers") if getattr(self._hooks, hook)), None)
 
 
 def check_loss(output: Any, rank: int) -> None:

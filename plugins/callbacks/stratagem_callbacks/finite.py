@@ -93,10 +93,11 @@ class Finite(Callback):
     @hookimpl
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer, run: RunContext) -> None:
         if self.action == "skip" and not run.environment.simulated:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = _parameters([optimizer])
             is_bad = not _are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
             if run.peers.any(is_bad) if run.shards_parameters else is_bad:
-                for parameter in parameters:  # an optimizer skips parameters without a gradient
+                # an optimizer skips parameters without a gradient
+                for parameter in parameters if run.manual else _parameters(run.optimizers):
                     parameter.grad = None
                 run.count_skipped_step()
 
@@ -168,6 +169,10 @@ def _check_that_steps_can_be_skipped(run: RunContext) -> None:
     if skips or not run.provides(CUSTOM_CLIPPING):
         why = f"{skips} skips such steps" if skips else f"{run.title_of(run.strategy)} keeps the gradients to itself"
         raise ConfigError(f"finite.action is 'skip' and {why}", expected="'error' or 'warn'")
+
+
+def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[torch.nn.Parameter]:
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def _local_values(gradient: Any) -> torch.Tensor:

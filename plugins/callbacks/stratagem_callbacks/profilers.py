@@ -90,7 +90,7 @@ class SimpleProfiler(Callback):
         return (yield from self._timed("clipping"))
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self) -> Generator[None, bool, bool]:
+    def step_optimizers(self) -> Generator[None, bool, bool]:
         return (yield from self._timed("optimizer step"))
 
     @hookimpl(wrapper=True)

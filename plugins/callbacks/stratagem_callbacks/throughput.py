@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_callbacks.logged_metrics import check_has_logger, is_due, log
 from stratagem_trainer.api import Callback
+from stratagem_trainer.api.metric_values import infer_batch_size
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -60,6 +60,8 @@ class ErrorFeedback:
     #: The loss scale of the gradients that the residuals come from: a number, or a tensor with one element on the
     #: device. None without loss scaling.
     scale: float | Tensor | None = None
+    #: ``run.gradient_scale`` of those gradients.
+    gradient_scale: float = 1.0
     #: Messages since the last forward, by bucket.
     _messages: Counter[int] = field(factory=Counter)
     #: Names of parameters, by id.
@@ -181,10 +183,11 @@ class ErrorFeedback:
     def _tensors(self) -> list[Tensor]:
         return [*self.residuals.values(), *(chunk.residual for chunk in self.chunks.values())]
 
-    def _multiply(self, factor: Tensor) -> None:
+    def _multiply(self, factor: Tensor | float) -> None:
         tensors = self._tensors()
         for dtype in {tensor.dtype for tensor in tensors}:
-            torch._foreach_mul_([each for each in tensors if each.dtype == dtype], factor.to(dtype))
+            by = factor if isinstance(factor, float) else factor.to(dtype)
+            torch._foreach_mul_([each for each in tensors if each.dtype == dtype], by)
 
     def follow(self, scale: Tensor) -> None:
         """Rescale the residuals to the loss scale `scale`, which the next gradients will have.
@@ -198,6 +201,11 @@ class ErrorFeedback:
         self._multiply(torch.where(changed, ratio, 1.0))
         self.scale = torch.where(torch.isfinite(scale) & (scale != 0), scale, before)
 
+    def rescale(self, gradient_scale: float) -> None:
+        """Rescale the residuals to gradients that are multiplied by `gradient_scale`."""
+        self._multiply(gradient_scale / self.gradient_scale)
+        self.gradient_scale = gradient_scale
+
     def norm(self) -> float:
         """Return the norm of all residuals."""
         norms = [torch.linalg.vector_norm(tensor) for tensor in self._tensors()]  # fp32, or fp64 under 64-true
@@ -206,7 +214,7 @@ class ErrorFeedback:
     def state(self) -> dict[str, Any]:
         """Return the residuals as plain data, on the CPU. The keys are those of existing checkpoints."""
         return {
-            "scale": _as_number(self.scale),
+            "scale": _as_number(self.scale), "gradient_scale": self.gradient_scale,
             "rests": {key: _on_cpu(residual) for key, residual in self.residuals.items()},
             "chunks": {
                 slot: {
@@ -226,7 +234,8 @@ class ErrorFeedback:
             )
             for slot, saved in state["chunks"].items()
         }
-        return cls({key: residual.to(device) for key, residual in state["rests"].items()}, chunks, state["scale"])
+        residuals = {key: residual.to(device) for key, residual in state["rests"].items()}
+        return cls(residuals, chunks, state["scale"], state.get("gradient_scale", 1.0))
 
     @classmethod
     def mean(cls, ranks: list[ErrorFeedback]) -> ErrorFeedback:
@@ -236,6 +245,7 @@ class ErrorFeedback:
         keys = {key: residual for rank in ranks for key, residual in rank.residuals.items()}
         return cls(
             scale=ranks[0].scale,
+            gradient_scale=ranks[0].gradient_scale,
             residuals={
                 key: torch.stack([_of_size(rank.residuals.get(key), like.numel(), like) for rank in ranks]).mean(0)
                 for key, like in keys.items()

@@ -41,15 +41,18 @@ class FeedbackHook(LossyHook):
     @hookimpl(wrapper=True)
     def scale_loss(self, loss: Tensor, run: RunContext) -> Generator[None, Tensor, Tensor]:
         scaled = yield
+        feedback = self.feedback(run)
         if run.policy.loss_scaling:
-            self.feedback(run).follow(scaled.detach().double() / loss.detach().double())
+            feedback.follow(scaled.detach().double() / loss.detach().double())
+        if run.gradient_scale != feedback.gradient_scale:
+            feedback.rescale(run.gradient_scale)
         return scaled
 
     @hookimpl(wrapper=True)
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: RunContext
+    def step_optimizers(
+        self, optimizers: list[Optimizer], closure: Callable[[], Tensor] | None, run: RunContext
     ) -> Generator[None, bool, bool]:
-        stepped = yield from super().optimizer_step(optimizer, closure, run)
+        stepped = yield from super().step_optimizers(optimizers, closure, run)
         if not stepped:
             self.feedback(run).clear()
         return stepped
@@ -74,3 +77,4 @@ class FeedbackHook(LossyHook):
             loaded = ErrorFeedback.mean([ErrorFeedback.of_state(state[_KEY], run.device) for state in states])
         feedback = self.feedback(run)
         feedback.residuals, feedback.chunks, feedback.scale = loaded.residuals, loaded.chunks, loaded.scale
+        feedback.gradient_scale = loaded.gradient_scale

@@ -83,25 +83,26 @@ class LossyHook(CommHook):
             )
 
     @hookimpl(wrapper=True)
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None, run: RunContext
+    def step_optimizers(
+        self, optimizers: list[torch.optim.Optimizer], closure: Callable[[], Tensor] | None, run: RunContext
     ) -> Generator[None, bool, bool]:
         checks = self._checks.of(run)
         if run.policy.loss_scaling:
             checks.was_read = True  # the precision finds the overflow in the gradients
             stepped = yield
-        elif closure is None and self.nonfinite == "skip" and _can_skip(optimizer):
-            stepped = yield from self._step_on_device(optimizer, checks, run)
+        elif closure is None and self.nonfinite == "skip" and all(map(_can_skip, optimizers)):
+            stepped = yield from self._step_on_device(optimizers, checks, run)
         elif closure is None:
             finite = self._are_finite(checks, run)
             if not finite:
-                self._drop_gradients(optimizer, checks, run)
+                self._drop_gradients(optimizers, checks, run)
             stepped = (yield) and finite
         else:  # the gradients are computed and used within the step
             checks.was_read = True
             stepped = yield
             if not self._are_finite(checks, run):
-                raise self._error(run, f" within a step of {type(optimizer).__name__}, which cannot be skipped")
+                where = f" within a step of {type(optimizers[0]).__name__}, which cannot be skipped"
+                raise self._error(run, where)
         checks.steps += 1
         return stepped
 
@@ -112,7 +113,9 @@ class LossyHook(CommHook):
         finite = known or bool(result)  # waits for the device
         return not run.peers.any(not finite) if run.shards_parameters else finite
 
-    def _step_on_device(self, optimizer: Any, checks: FiniteChecks, run: RunContext) -> Generator[None, bool, bool]:
+    def _step_on_device(
+        self, optimizers: list[Any], checks: FiniteChecks, run: RunContext
+    ) -> Generator[None, bool, bool]:
         """Let the device decide whether to step, through `found_inf`, as for loss scaling; the host reads it later.
 
         Returns:
@@ -125,13 +128,15 @@ class LossyHook(CommHook):
         bad = torch.zeros((), device=run.device) if finite is None else (~finite).float()
         if run.shards_parameters:  # a rank has only the averages of its own shards
             bad = run.peers.unchecked.all_reduce(bad, "max")
-        above = getattr(optimizer, "found_inf", None)
-        optimizer.grad_scale, optimizer.found_inf = None, bad if above is None else torch.maximum(bad, above)
+        above = getattr(optimizers[0], "found_inf", None)
+        bad = bad if above is None else torch.maximum(bad, above)
+        for optimizer in optimizers:
+            optimizer.grad_scale, optimizer.found_inf = None, bad
         try:
             stepped = yield
-            bad = optimizer.found_inf  # includes what the hooks below this one found
+            bad = optimizers[0].found_inf  # includes what the hooks below this one found
         finally:
-            if above is None:
+            for optimizer in optimizers if above is None else ():
                 del optimizer.grad_scale, optimizer.found_inf
         self.drop(bad, run)
         if above is not None:  # the hook above counts
@@ -159,11 +164,12 @@ class LossyHook(CommHook):
     def on_train_epoch_end(self, run: RunContext) -> None:
         self._count_skipped(self._checks.of(run), run, wait=True)
 
-    def _drop_gradients(self, optimizer: Any, checks: FiniteChecks, run: RunContext) -> None:
+    def _drop_gradients(self, optimizers: list[Any], checks: FiniteChecks, run: RunContext) -> None:
         """Set gradients to None: an optimizer skips parameters without a gradient."""
         if self.nonfinite == "error":
             raise self._error(run)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
         has_gradients = any(parameter.grad is not None for parameter in parameters)
         for parameter in parameters:
             parameter.grad = None

@@ -11,8 +11,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem.api.metric_values import combine, number
 from stratagem_dp.replicas import RefusedInReplica, accumulates, refused_in_replica
+from stratagem_trainer.api.metric_values import combine, number
 
 
 @define

@@ -190,8 +190,8 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         return True
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Generator[None, bool, bool]:
-        with self._steps.optimizer_step(run.model, run), whole_matrices(optimizer):
+    def step_optimizers(self, optimizers: list[torch.optim.Optimizer], run: RunContext) -> Generator[None, bool, bool]:
+        with self._steps.step_optimizers(run.model, run), whole_matrices(optimizers):
             return (yield)
 
     def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:

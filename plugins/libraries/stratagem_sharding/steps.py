@@ -137,8 +137,8 @@ class ShardedSteps:
         self._reshard(root)
 
     @contextlib.contextmanager
-    def optimizer_step(self, root: Any, run: RunContext) -> Iterator[None]:
-        """Within, an optimizer steps."""
+    def step_optimizers(self, root: Any, run: RunContext) -> Iterator[None]:
+        """Within, the optimizers of one step step."""
         self._kept.release()  # a unit that stayed unsharded would compute with the values before this step
         if not run.manual:
             self._reshard(root)  # such as after a step without a loss

@@ -13,13 +13,13 @@ from torch.optim import _muon  # the orthogonalization has no public name
 
 
 @contextlib.contextmanager
-def whole_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, `optimizer`, if it is a `torch.optim.Muon`, orthogonalizes whole matrices. Collective.
+def whole_matrices(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Within, those of `optimizers` that are a `torch.optim.Muon` orthogonalize whole matrices. Collective.
 
     Each rank gathers the momentum of one matrix at a time, computes what one process would, and keeps its part.
     Momentum, weight decay and update stay in parts. (DTensor's own products round in bfloat16 between ranks.)
     """
-    if not isinstance(optimizer, torch.optim.Muon):
+    if not any(isinstance(each, torch.optim.Muon) for each in optimizers):
         yield
         return
     of_whole = _muon._zeropower_via_newtonschulz

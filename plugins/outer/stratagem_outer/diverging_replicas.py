@@ -157,7 +157,7 @@ class DivergingReplicas(Plugin):
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
+    def step_optimizers(self, run: RunContext) -> Generator[None, bool, bool]:
         self.before_step(run)
         stepped = yield
         if not run.manual:

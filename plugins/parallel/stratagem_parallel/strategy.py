@@ -316,15 +316,15 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
             yield
 
     @hookimpl(wrapper=True)
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Any, run: RunContext
+    def step_optimizers(
+        self, optimizers: list[torch.optim.Optimizer], closure: Any, run: RunContext
     ) -> Generator[None, bool, bool]:
         with contextlib.ExitStack() as stack:
-            if closure is None:  # it may look at the groups
+            for optimizer in optimizers if closure is None else ():  # it may look at the groups
                 stack.enter_context(stepped_by_kind(optimizer))
             if self._sharding is not None:
-                stack.enter_context(self._sharding.optimizer_step(run.model, run))
-            stack.enter_context(whole_matrices(optimizer))
+                stack.enter_context(self._sharding.step_optimizers(run.model, run))
+            stack.enter_context(whole_matrices(optimizers))
             return (yield)
 
     def buffer_peers(self, run: RunContext) -> Collectives:

@@ -242,10 +242,10 @@ class Planner(Plugin):
             return (yield)
 
     @hookimpl(wrapper=True, tryfirst=True)
-    def optimizer_step(self, optimizer: Optimizer) -> Generator[None, bool, bool]:
+    def step_optimizers(self, optimizers: list[Optimizer]) -> Generator[None, bool, bool]:
         with self.counter.within("optimizer"):
             stepped = yield
-        for each in tree_leaves(list(optimizer.state.values())):
+        for each in tree_leaves([list(optimizer.state.values()) for optimizer in optimizers]):
             if isinstance(each, torch.Tensor):
                 self.counter.add(each, "optimizer")
         if not self.run.manual:

@@ -19,6 +19,7 @@ from stratagem_testing.expectations import expect_equal, expect_weights
 from stratagem_testing.reference import (
     Batch,
     Gan,
+    Halves,
     Net,
     data,
     joined_batches,
@@ -159,10 +160,18 @@ class PrecisionConformance(Conformance):
             used = [result["used"] for result in results]
             said = f"gradients overflowed on a rank in batch {bad}, and steps were taken in batches {used[0]}"
             assert all(each == used[0] for each in used), f"{said}, on others {used[1:]}; all-reduce what overflowed"
-            assert bad not in used[0], f"{said}; `optimizer_step` must skip it"
+            assert bad not in used[0], f"{said}; `step_optimizers` must skip it"
             assert used[0][-1] == len(batches) - 1, f"{said}, not in the last; reduce the loss scale after an overflow"
             finite = all(torch.isfinite(tensor).all() for tensor in results[0]["weights"].values())
             assert finite, f"{said}; weights are not finite"
+
+    def test_an_overflow_of_one_optimizer_skips_all(self) -> None:
+        """Gradients of half of the parameters are infinite once: no parameter moves in that step."""
+        if not self.claims(LOSS_SCALING):
+            pytest.skip("it does not scale the loss")
+        for bad, moved in self.run_in(_moved_by_half_an_overflow, 1, self._arguments(1)):
+            said = f"gradients of one of two optimizers overflowed in step {bad}, and parameters moved in it: {moved}"
+            assert not moved, f"{said}; answer `step_optimizers`, and decide over all optimizers before any steps"
 
     # --- State ---------------------------------------------------------------------------------------------------
 
@@ -245,6 +254,36 @@ def _train_overflowing(rank: int, size: int, choose: dict[str, Any], strategy: A
     module = _Overflowing()
     module.bad, module.bad_rank = bad, size - 1
     return train(rank, size, lambda: module, batches, choose | {"strategy": strategy})
+
+
+class _HalfOverflowing(Halves):
+    """The gradients of one of two optimizers are infinite in the first step after one that was taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad, self.moved, self.before = -1, list[str](), dict[str, Tensor]()
+        self.get_parameter(next(name for name, _ in self.named_parameters())).register_hook(self._spoil)
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        position = self.trainer.position
+        if self.bad < 0 and position.global_step > position.skipped_steps:
+            self.bad = position.global_step
+            return torch.full_like(gradient, torch.inf)
+        return gradient
+
+    def on_train_batch_start(self) -> None:  # type: ignore[override]  # arguments that it does not use
+        self.before = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    def on_train_batch_end(self) -> None:  # type: ignore[override]
+        if self.bad == self.trainer.position.global_step - 1:
+            self.moved += [name for name, each in self.named_parameters() if not torch.equal(each, self.before[name])]
+
+
+def _moved_by_half_an_overflow(rank: int, size: int, choose: dict[str, Any]) -> tuple[int, list[str]]:
+    module = _HalfOverflowing()
+    train(rank, size, lambda: module, joined_batches(12, _BATCH), choose)
+    assert module.bad >= 0, f"none of 12 batches {_SKIPPED}"
+    return module.bad, module.moved
 
 
 class _RecordsDtypes(Net):

@@ -6,17 +6,16 @@ accumulation window (`on_before_zero_grad`, `optimizer_zero_grad`), and differen
 `backward`, `on_after_backward`). ``optimizer.step(closure)`` calls it, then `on_before_optimizer_step`,
 `configure_gradient_clipping`, and steps through strategy and precision. Earlier batches of a window only call the
 closure. An optimizer that evaluates the model itself, such as LBFGS, is stepped in this way, too. Elsewhere the loop
-does the same in fewer calls, and zeroes the gradients after each step (`TrainLoop._train`).
+does the same in fewer calls, and zeroes the gradients after each step (`TrainStep.train`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,95 +24,79 @@ from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.module import overrides
 from stratagem_trainer.optimizer_handle import averaging
+from stratagem_trainer.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from stratagem.runtime.context import Context
-    from stratagem_trainer.batches import ResumableBatches
     from stratagem_trainer.fit_state import FitState
     from stratagem_trainer.module import Module
+    from stratagem_trainer.progress import Position
+    from stratagem_trainer.token_loss import TargetCounts
 
 #: Methods that make training follow [Note: the closure] if the module defines one.
 STEP_METHODS = ("optimizer_step", "optimizer_zero_grad")
 
 
-class Loop(Protocol):
-    """What a step uses of the training loop."""
+class ClosureStep(TrainStep):
+    """Trains with one optimizer through closures, see [Note: the closure]."""
 
-    state: FitState
-    run: Context
-    train_batches: ResumableBatches
-    accumulate: int
-    closes_over: bool
-    clip: Callable[[Optimizer], Any] | None
-    before_step: Callable[..., None] | None
-    before_zero_grad: Callable[..., None] | None
-
-    def forward_backward(self, batch: Any, batch_idx: int, sync: bool) -> Any: ...
-
-    def count_step(self, stepped: bool) -> None: ...
-
-
-class ClosureStep:
-    """Trains one batch at a time for a loop, see [Note: the closure]."""
-
-    def __init__(self, loop: Loop, optimizer: Optimizer) -> None:
-        self.loop, self.run, self.optimizer = loop, loop.run, optimizer
-        self.module: Module = loop.state.module
+    def __init__(self, state: FitState, position: Position) -> None:
+        super().__init__(state, position)
+        (self.optimizer,) = self.optimizers
+        self.module: Module = state.module
         self._handle = _Handle(self)
         self._of_hooks = self.run.stack.strategy.hook_context() or contextlib.nullcontext()
         self._batch_idx = 0
         self._zero_is_due = False
         self._was_evaluated = False
-        self._stepped = True
         self._outputs: Any = None
 
-    def __call__(self, batch: Any, batch_idx: int, sync: bool) -> Any:
+    def before_backward(
+        self, emit: Callable[..., None] | None, targets: TargetCounts | None
+    ) -> Callable[[torch.Tensor], None]:
+        inner = super().before_backward(emit, targets)
+
+        def zeroed(loss: torch.Tensor) -> None:
+            self._zero_if_due()
+            if inner is not None:
+                inner(loss)
+
+        return zeroed
+
+    def train(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
-        loop = self.loop
-        self._batch_idx, self._was_evaluated, self._stepped = batch_idx, False, True
+        self._batch_idx, self._was_evaluated, self.stepped, self.dropped = batch_idx, False, True, False
         if sync:
             closure = functools.partial(self._evaluate_outside, batch)
             with self._of_hooks:
-                self.module.optimizer_step(loop.state.position.epoch, batch_idx, self._handle, closure)
+                self.module.optimizer_step(self.position.epoch, batch_idx, self._handle, closure)
             if not self._was_evaluated:
                 raise ConfigError(
                     f"{type(self.module).__name__}.optimizer_step did not call its closure, which computes the loss",
                     expected="optimizer.step(closure=optimizer_closure), or optimizer_closure()",
                     do="call one of them in every step",
                 )
-            loop.train_batches.close_window()
-            loop.count_step(self._stepped)
         else:
             self._evaluate(batch, sync)
         outputs, self._outputs = self._outputs, None
         return outputs
 
-    def zero_if_due(self) -> None:
+    def _zero_if_due(self) -> None:
         """Zero the gradients if a window begins."""
         if self._zero_is_due:
             self._zero_is_due = False
-            if self.loop.before_zero_grad is not None:
-                self.loop.before_zero_grad(optimizer=self.optimizer)
-            self.module.optimizer_zero_grad(self.loop.state.position.epoch, self._batch_idx, self.optimizer)
+            if self.before_zero_grad is not None:
+                self.before_zero_grad(optimizer=self.optimizer)
+            self.module.optimizer_zero_grad(self.position.epoch, self._batch_idx, self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Do what ``optimizer.step(closure, **options)`` of the handle does."""
-        loop, run, optimizer = self.loop, self.run, self.optimizer
-        if loop.closes_over:
-            if loop.before_step is not None:
-                loop.before_step(optimizer=optimizer)
-            clip = None if loop.clip is None else functools.partial(loop.clip, optimizer)
-            averaged = None if closure is None else averaging(closure, run.collectives, before=clip)
-            self._stepped = run.step.optimizer_step(optimizer, averaged, **options)
+        if self.closes_over:
+            within = None if closure is None else averaging(closure, self.run.collectives, before=self.clip)
+            self.update(within, **options)
             return None
         loss = None if closure is None else closure()
-        if loop.before_step is not None:
-            loop.before_step(optimizer=optimizer)
-        if loop.clip is not None:
-            loop.clip(optimizer)
-        self._stepped = run.step.optimizer_step(optimizer, **options)
+        self.update(**options)
         return loss
 
     def _evaluate_outside(self, batch: Any) -> Any:
@@ -126,16 +109,15 @@ class ClosureStep:
 
     def _evaluate(self, batch: Any, sync: bool) -> Any:
         """Run the closure; return the loss, None for a skipped batch."""
-        loop = self.loop
-        self._zero_is_due = self._batch_idx % loop.accumulate == 0
+        self._zero_is_due = self._batch_idx % self.state.accumulate_grad_batches == 0
         with torch.enable_grad():
-            outputs = loop.forward_backward(batch, self._batch_idx, sync)
-        if outputs is None and loop.closes_over:
+            outputs = self.gradients(batch, self._batch_idx, sync)
+        if outputs is None and self.closes_over:
             raise ConfigError(
                 f"training_step returned None under {type(self.optimizer).__name__}, which evaluates the model itself",
                 expected="a loss", do="return the loss, multiplied by zero to skip a batch",
             )  # fmt: skip
-        self.zero_if_due()  # a skipped batch has no backward
+        self._zero_if_due()  # a skipped batch has no backward
         self._outputs, self._was_evaluated = outputs, True
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         return loss.detach() if isinstance(loss, torch.Tensor) else loss
@@ -153,44 +135,6 @@ class _Handle:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
-
-
-def clipping(state: FitState) -> Callable[[Optimizer], Any] | None:
-    """Return what clips an optimizer's gradients before a step: the module's own method, the settings, or None."""
-    run, module, settings = state.run, state.module, state.settings
-    value, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
-    if run.manual:
-        return None
-    if overrides(module, "configure_gradient_clipping"):
-        configure = state.events.within(module.configure_gradient_clipping)
-
-        def configured(optimizer: Optimizer) -> None:
-            run.step.unscale(optimizer)
-            configure(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
-
-        return configured
-    if value is None:
-        return None
-    by_norm = algorithm == "norm"
-    return functools.partial(
-        run.clip_gradients, max_norm=value if by_norm else None, max_value=None if by_norm else value
-    )
-
-
-def clip_together(state: FitState, clip: Callable[[Optimizer], Any]) -> None:
-    """Clip the gradients of all optimizers: by their common norm, or else each by `clip`."""
-    run, limit = state.run, state.settings.gradient_clip_val
-    own = overrides(state.module, "configure_gradient_clipping")
-    if own or limit is None or state.settings.gradient_clip_algorithm != "norm":
-        for optimizer in run.optimizers:
-            clip(optimizer)
-        return
-    norms = [float(run.clip_gradients(optimizer, max_norm=math.inf)) for optimizer in run.optimizers]
-    total = math.hypot(*norms)
-    if limit < total < math.inf:  # inf: the precision skips the step, or `finite` ends the run
-        for optimizer, norm in zip(run.optimizers, norms, strict=True):
-            # torch divides the limit by the norm and 1e-6; all optimizers get the same factor.
-            run.clip_gradients(optimizer, max_norm=(norm + 1e-6) * limit / (total + 1e-6))
 
 
 # --- Batches -----------------------------------------------------------------------------------------------------
@@ -225,6 +169,7 @@ def use_custom_methods(state: FitState, datamodule: Any) -> None:
 def forget_custom_methods(run: Context) -> None:
     """Undo `use_custom_methods`."""
     run.step.custom_backward = run.custom_transfer = run.step.before_backward = run.step.after_backward = None
+    run.step.after_forward, run.gradient_scale = None, 1.0
     run.hooks.bind()
 
 

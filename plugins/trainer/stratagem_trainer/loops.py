@@ -10,21 +10,18 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from stratagem.api.late_flag import LateFlag
 from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError, shown
 from stratagem_trainer import fit_state
 from stratagem_trainer.batches import ResumableBatches
-from stratagem_trainer.custom_step import STEP_METHODS, ClosureStep, clip_together, clipping
+from stratagem_trainer.custom_step import STEP_METHODS, ClosureStep
 from stratagem_trainer.metric_log import end_epoch, log_last_step, log_step
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.module import overrides
 from stratagem_trainer.optimizer_handle import watched_steps
 from stratagem_trainer.optimizer_modes import set_mode
-from stratagem_trainer.signatures import takes
-from stratagem_trainer.token_loss import SummedLosses, UnevenTargets
+from stratagem_trainer.train_step import TrainStep
 from stratagem_trainer.validation_clock import ValidationClock
 
 if TYPE_CHECKING:
@@ -43,16 +40,11 @@ class TrainLoop:
         self.settings, self.position = state.settings, state.position
         module = state.module
         self.accumulate = state.accumulate_grad_batches
-        #: Divides the loss of a batch: the number of batches of its accumulation window, or see `token_loss`.
-        self.divisor: float = 1
-        self.sums = SummedLosses(self.run, self.position, fit_state.BARRIER_TIMEOUT_S)
-        self.uneven = self._uneven_targets()
-        self.with_index = takes(module.training_step, 2)
-        self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
-        self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
+        own = any(overrides(module, method) for method in STEP_METHODS)
+        several = len(self.run.optimizers) != 1
+        closes = not (self.run.manual or several) and (own or needs_closure(self.run.optimizers[0]))
+        self.step = (ClosureStep if closes else TrainStep)(state, self.position)
         self._check_optimizers()
-        #: Clips an optimizer's gradients before its step; None does not.
-        self.clip = clipping(state)
         #: The module has ended this epoch before its last batch.
         self.skips_rest = False
         #: The latest epoch that it ended before its first batch.
@@ -67,41 +59,12 @@ class TrainLoop:
         #: Whether the module defines on_train_batch_start, which may end the epoch; plugins cannot.
         self.module_may_skip = overrides(module, "on_train_batch_start")
         self.batch_end = state.events.listener("on_train_batch_end")
-        self.before_step = state.events.listener("on_before_optimizer_step")
-        self.before_zero_grad = state.events.listener("on_before_zero_grad")
-        #: Trains a batch, and steps.
-        self.train = self._training()
-        self._listen_to_backward()
+        self.step.listen(train_batches.targets)
         self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
         self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
         #: Says when to validate, for a `val_check_interval` in time.
         self.clock = ValidationClock(state) if state.validates_in_time and any(state.num_val_batches) else None
         self._over = None if self.deadline is None else LateFlag(self.run.collectives.duplicate("flags"))
-
-    def _training(self) -> Callable[[Any, int, bool], Any]:
-        if self.run.manual:
-            return self._train_by_hand
-        wanted = self.closes_over or any(overrides(self.state.module, method) for method in STEP_METHODS)
-        if self.optimizer is None and self.run.optimizers:
-            return self._train_several
-        return ClosureStep(self, self.optimizer) if wanted and self.optimizer is not None else self._train
-
-    def _listen_to_backward(self) -> None:
-        """Have the run emit the events of each backward, wherever it is called."""
-        emit, targets = self.state.events.listener("on_before_backward"), self.train_batches.targets
-        closure = self.train if isinstance(self.train, ClosureStep) else None
-
-        def before_backward(loss: torch.Tensor) -> None:
-            if targets is not None and math.isinf(self.divisor):
-                targets.check_mean(loss, self.position.batches_done)
-            if closure is not None:
-                closure.zero_if_due()
-            if emit is not None:
-                emit(loss=loss)
-
-        listens = closure is not None or emit is not None or targets is not None
-        self.run.step.before_backward = before_backward if listens else None
-        self.run.step.after_backward = self.state.events.listener("on_after_backward")
 
     def _check_optimizers(self) -> None:
         manual, count = self.run.manual, len(self.run.optimizers)
@@ -114,9 +77,9 @@ class TrainLoop:
                 expected="one optimizer, or several that the trainer steps after each backward",
                 do="set automatic_optimization = False and step them in training_step",
             )
-        if self.closes_over and self.settings.loss_normalization != "batches":
+        if self.step.closes_over and self.settings.loss_normalization != "batches":
             raise ConfigError(
-                f"loss_normalization is {self.settings.loss_normalization!r} with {type(self.optimizer).__name__}, "
+                f"loss_normalization is {self.settings.loss_normalization!r} with {evaluates[0]}, "
                 "which evaluates the model itself", expected='"batches"',
             )  # fmt: skip
         accumulates = self.settings.accumulate_grad_batches != 1
@@ -136,10 +99,10 @@ class TrainLoop:
 
     def _check_accumulation(self, batches: int | dict[int, int]) -> None:
         """Refuse to accumulate for an optimizer that evaluates one batch many times."""
-        if self.closes_over:
+        if self.step.closes_over:
             raise ConfigError(
-                f"accumulate_grad_batches is {batches} with {type(self.optimizer).__name__}, which evaluates the model "
-                "itself", expected="1",
+                f"accumulate_grad_batches is {batches} with {type(self.run.optimizers[0]).__name__}, which evaluates "
+                "the model itself", expected="1",
             )  # fmt: skip
 
     def fit(self) -> None:
@@ -153,7 +116,7 @@ class TrainLoop:
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # gradients that an earlier fit left in an open window are computed again
         self.train_batches.start(position)
-        watches = self.train not in (self._train, self._train_several)  # the module steps, or may
+        watches = self.run.manual or isinstance(self.step, ClosureStep)  # the module steps, or may
         with watched_steps(state, counts=self.run.manual) if watches else contextlib.nullcontext():
             while not self._finished():
                 self._epoch()
@@ -223,7 +186,7 @@ class TrainLoop:
         start, skipped = position.batches_done, self.run.step.skipped_batches
         batches = () if position.epoch_done else self.train_batches.epoch(position, self.accumulate)
         for batch_idx, batch, is_last, window_size in batches:
-            self.divisor = self._divisor(window_size)
+            self.step.divisor = self._divisor(window_size)
             if batch_idx < self.train_batches.replay_until:
                 self._replay(batch, batch_idx)
                 continue
@@ -266,12 +229,6 @@ class TrainLoop:
             return self.position.loss_divisor
         return window_size if self.settings.average_short_window else self.accumulate
 
-    def _uneven_targets(self) -> UnevenTargets | None:
-        run, settings = self.run, self.settings
-        several = settings.accumulate_grad_batches != 1 or run.mesh.num_data_shards > 1
-        asked = "loss_normalization" in settings.origins or run.manual
-        return UnevenTargets() if several and not asked and run.is_global_zero else None
-
     def _end_longer_epoch(self) -> None:
         position, now = self.position, self.train_batches.num_batches
         if not position.epoch_done and position.batches_done != now and self.run.is_global_zero:
@@ -306,15 +263,15 @@ class TrainLoop:
             state.stage_metrics.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:
                 self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
-            self.forward_backward(batch, batch_idx, False)
+            self.step.gradients(batch, batch_idx, False)
         finally:
             state.stage_metrics = stage_metrics
 
     def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         state, run = self.state, self.run
         state.trains_last_batch = is_last
-        if self.uneven is not None:
-            self.uneven = self.uneven.see(batch)
+        if self.step.uneven is not None:
+            self.step.uneven = self.step.uneven.see(batch)
         batch = run.hooks.transfer_batch(batch=batch, run=run)
         state.stage_metrics.batch = batch
         if self.batch_start is not None:
@@ -323,9 +280,11 @@ class TrainLoop:
                 self._check_answer(answer, batch_idx)
                 self._skip_rest(batch_idx)
                 return
-        outputs = self.train(batch, batch_idx, is_last or (batch_idx + 1) % self.accumulate == 0)
-        state.last_outputs = outputs
-        position = self.position
+        position, sync = self.position, is_last or (batch_idx + 1) % self.accumulate == 0
+        outputs = state.last_outputs = self.step.train(batch, batch_idx, sync)
+        if sync and self.step.optimizers:
+            self.train_batches.close_window()
+            self.count_step(self.step.stepped)
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
         every = self.validate_every
         count = self.batches_before + batch_idx + 1
@@ -337,75 +296,6 @@ class TrainLoop:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:
             log_step(state, self._out_of_steps() or (is_last and position.epoch + 1 == self.settings.max_epochs))
-
-    def forward_backward(self, batch: Any, batch_idx: int, sync: bool) -> Any:
-        """Add the gradients of `batch`, the last one of its window if `sync`; return what `training_step` returned."""
-        if (train := self.state.train_batch) is not None:
-            outputs = train(batch, batch_idx, self.divisor, sync)
-        else:
-            outputs = self.run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
-        if isinstance(outputs, dict) and "count" in outputs:
-            self._count(outputs["count"])
-        elif self.sums.are_known and outputs is not None:
-            self.sums.refuse_uncounted()
-        if sync and self.sums.are_known:
-            self.sums.correct(self.run.optimizers, self.divisor)
-        return outputs
-
-    def _count(self, count: Any) -> None:
-        """Add the `count` that `training_step` returned, unless a chosen `loss_normalization` says how losses count."""
-        chosen = self.settings.loss_normalization
-        if self.train_batches.targets is not None or self.closes_over:
-            by = f"loss_normalization={chosen!r}" if chosen != "batches" else type(self.optimizer).__name__
-            raise ConfigError(
-                f"training_step returned a 'count' under {by}", expected="a loss that is a mean, without it",
-                do="divide the loss by it",
-            )  # fmt: skip
-        if self.state.sums_losses:
-            self.uneven = None
-            self.sums.add(count)
-
-    def _train(self, batch: Any, batch_idx: int, sync: bool) -> Any:
-        """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
-        run, optimizer = self.run, self.optimizer
-        outputs = self.forward_backward(batch, batch_idx, sync)
-        if not sync or optimizer is None:
-            return outputs
-        if self.before_step is not None:
-            self.before_step(optimizer=optimizer)
-        if self.clip is not None:
-            self.clip(optimizer)
-        stepped = run.step.optimizer_step(optimizer)
-        if self.before_zero_grad is not None:
-            self.before_zero_grad(optimizer=optimizer)
-        optimizer.zero_grad()
-        self.train_batches.close_window()
-        self.count_step(stepped)
-        return outputs
-
-    def _train_several(self, batch: Any, batch_idx: int, sync: bool) -> Any:
-        """As `_train`: all optimizers step after the backward that ends a window, which counts as one step."""
-        run, optimizers = self.run, self.run.optimizers
-        outputs = self.forward_backward(batch, batch_idx, sync)
-        if not sync:
-            return outputs
-        if self.before_step is not None:
-            for optimizer in optimizers:
-                self.before_step(optimizer=optimizer)
-        if self.clip is not None:
-            clip_together(self.state, self.clip)
-        stepped = [run.step.optimizer_step(optimizer) for optimizer in optimizers]
-        for optimizer in optimizers:
-            if self.before_zero_grad is not None:
-                self.before_zero_grad(optimizer=optimizer)
-            optimizer.zero_grad()
-        self.train_batches.close_window()
-        self.count_step(all(stepped))
-        return outputs
-
-    def _train_by_hand(self, batch: Any, batch_idx: int, sync: bool) -> Any:
-        """Call `training_step`, which steps the optimizers."""
-        return self.run.step.train_step(batch, batch_idx, 1, True, self.with_index)
 
     @staticmethod
     def _check_answer(answer: Any, batch_idx: int) -> None:
@@ -449,16 +339,17 @@ class TrainLoop:
                 ) from None
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # those of an open window
-        self.sums.forget()
+        self.step.sums.forget()
         self.train_batches.close_window()
         position = self.position
         position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True
 
     def count_step(self, stepped: bool) -> None:
-        """Count an optimizer step, and step the schedulers unless a loss scale skipped it."""
+        """Count an optimizer step, and step the schedulers unless it was skipped."""
         self.position.global_step += 1
         if not stepped:
             self.position.skipped_steps += 1
+        if not stepped or self.step.dropped:
             return
         for config in self.step_schedulers:
             if self.position.global_step % config.frequency == 0:

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from attrs import asdict, define
 
-from stratagem.api.metric_values import as_tensor, combine, infer_batch_size, number
 from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
 from stratagem.distributed.comparison import fingerprint
 from stratagem.errors import ConfigError
+from stratagem_trainer.api.metric_values import as_tensor, combine, infer_batch_size, number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stratagem.api.metric_values import ReduceFx
+    from stratagem_trainer.api.metric_values import ReduceFx
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stratagem.api.metric_values import ReduceFx
+    from stratagem_trainer.api.metric_values import ReduceFx
 
 
 class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):

@@ -39,7 +39,7 @@ class OptimizerHandle:
             before_step()
         before_average = before_step if evaluates_once else None
         averaged = None if closure is None else averaging(closure, run.collectives, before=before_average)
-        stepped = run.step.optimizer_step(self.optimizer, averaged, **options)
+        stepped = run.step.step_optimizers([self.optimizer], averaged, **options)
         state.position.global_step += 1
         state.position.skipped_steps += not stepped
         return stepped
@@ -68,9 +68,9 @@ def watched_steps(state: FitState, *, counts: bool) -> Iterator[None]:
     run, hooks = state.run, []
 
     def before(optimizer: Any, *_: Any) -> None:
-        plugin_steps = run.hooks.optimizer_step is not None
-        if not run.step.is_stepping and (plugin_steps or optimizer not in run.optimizers):
-            who = run.hooks.answering_plugin("optimizer_step") if plugin_steps else str(run.stack.strategies[-1])
+        hook = run.step.stepping_hook
+        if not run.step.is_stepping and (hook is not None or optimizer not in run.optimizers):
+            who = str(run.stack.strategies[-1]) if hook is None else run.hooks.answering_plugin(hook)
             raise ConfigError(
                 f"{type(optimizer).__name__}.step was called on the optimizer that configure_optimizers made, and "
                 f"{who} steps it",

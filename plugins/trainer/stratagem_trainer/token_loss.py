@@ -12,7 +12,8 @@ batch of the window before trains.
 
 Losses that are sums, which `training_step` returns with their count, are known when the last batch of a window has been
 computed (`SummedLosses`). They are divided by a fixed number, near the usual share so that 16-bit gradients neither
-vanish nor overflow, and gradients are corrected before the step.
+vanish nor overflow, and gradients are corrected before the step. Comm hooks may keep a part of the gradients for the
+next step, whose share is another one: they are told the scale, share / divisor, before the last backward of a window.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class SummedLosses:
     def __init__(self, run: Context, position: Position, limit_s: float) -> None:
         self.run, self.position, self._limit_s = run, position, limit_s
         self._total: Any = 0.0
+        #: The targets of the window on average over ranks, if they are known before its last backward.
+        self._share: torch.Tensor | None = None
         #: `training_step` has returned a count.
         self.are_known = False
 
@@ -108,19 +111,39 @@ class SummedLosses:
         if not self.are_known:
             self._check()
             self.are_known = True
+        self._total = self._total + self._of(count)
+
+    def _of(self, count: Any) -> torch.Tensor:
         # `dp` and `pipeline` average losses over parts of a batch, so their counts are averaged as well
         counts = torch.as_tensor(count, device=self.run.device).detach()
-        self._total = self._total + counts.to(_exact(self.run.device)).mean()
+        return counts.to(_exact(self.run.device)).mean()
 
     def forget(self) -> None:
         """Drop the counts of a window whose gradients are dropped."""
-        self._total = 0.0
+        self._total, self._share = 0.0, None
+
+    def scale(self, count: Any, divisor: float, before: float) -> float:
+        """Return what the gradients of a window are multiplied by, whose last batch has `count`; waits for all ranks.
+
+        Args:
+            before: the answer for a window without targets.
+        """
+        check_count(count, self.run)
+        self._share = self._average(self._total + self._of(count))
+        return float(self._share) / divisor or before
 
     def correct(self, optimizers: Sequence[Optimizer], divisor: float) -> None:
         """Divide the gradients of a window, whose losses were divided by `divisor`, by its targets instead."""
-        total, self._total = torch.as_tensor(self._total, device=self.run.device), 0.0
-        share = self.run.peers.unchecked.average_async(total).wait()
-        factor = torch.where(share == 0, 0.0, divisor / share)
+        if self._share is None and self.run.comm_hooks:
+            raise ConfigError(
+                f"training_step returned a 'count', and {self.run.title_of(self.run.comm_hooks[0])} averages gradients "
+                "before the counts of all parts of a batch are known",
+                expected="a mean loss, whose targets are counted before it is computed",
+                do='return the mean, and set loss_normalization="tokens"',
+            )
+        share = self._average(self._total) if self._share is None else self._share
+        self._total, self._share = 0.0, None
+        factor = torch.where(share == 0, 1.0, divisor / share)  # without targets there are no gradients
         for optimizer in optimizers:
             _scale_gradients(optimizer, factor)
         if not self.position.loss_divisor and (known := self.run.peers.values(share, 1.0)):
@@ -129,6 +152,12 @@ class SummedLosses:
                     f"training_step returned a 'count' that is {known:g} on average over ranks", expected=_A_COUNT
                 )
             self.position.loss_divisor = 2.0 ** round(math.log2(known))  # a power of two changes no digit
+
+    def _average(self, total: Any) -> torch.Tensor:
+        average: torch.Tensor = self.run.peers.unchecked.average_async(
+            torch.as_tensor(total, device=self.run.device)
+        ).wait()
+        return average
 
     def refuse_uncounted(self) -> None:
         """Refuse a loss without a count after some with one."""

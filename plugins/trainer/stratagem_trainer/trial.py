@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,11 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem.stack import identity
-from stratagem_trainer import fit_state
 from stratagem_trainer.api import mean_loss
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.optimizer_modes import set_mode
 from stratagem_trainer.progress import Position
-from stratagem_trainer.signatures import takes
-from stratagem_trainer.token_loss import SummedLosses
+from stratagem_trainer.train_step import TrainStep
 
 if TYPE_CHECKING:
     from stratagem_trainer.fit_state import FitState
@@ -44,7 +43,7 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
     modes = [(part, part.training) for part in module.modules()]
     state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.readers)
     try:
-        yield lambda batch, number: _step(state, batch, number)
+        yield functools.partial(_step, state, TrainStep(state, Position()))
     finally:
         with torch.no_grad():
             for tensor, value in zip(tensors, saved, strict=True):
@@ -78,22 +77,13 @@ def _check(state: FitState, who: str) -> None:
         )
 
 
-def _step(state: FitState, batch: Any, number: int) -> torch.Tensor:
-    run = state.run
-    state.stage_metrics.batch = batch = run.transfer(batch)
-    outputs = run.step.train_step(batch, number, 1, True, takes(state.module.training_step, 2))
-    if outputs is None:
+def _step(state: FitState, steps: TrainStep, batch: Any, number: int) -> torch.Tensor:
+    state.stage_metrics.batch = batch = state.run.transfer(batch)
+    outputs = steps.train(batch, number, True)
+    loss = mean_loss(outputs, by_count=state.sums_losses)
+    if loss is None:
         raise ConfigError(
             f"training_step returned None for batch {number} of a trial", expected="a loss: a trial skips no batch",
             do="remove the callback, or return the loss",
         )  # fmt: skip
-    (optimizer,) = state.run.optimizers
-    if state.sums_losses and isinstance(outputs, dict) and "count" in outputs:
-        sums = SummedLosses(run, Position(), fit_state.BARRIER_TIMEOUT_S)
-        sums.add(outputs["count"])
-        sums.correct([optimizer], 1)
-    loss = mean_loss(outputs, by_count=state.sums_losses)
-    assert loss is not None, "it was differentiated"
-    run.step.optimizer_step(optimizer)
-    optimizer.zero_grad()
-    return run.collectives.all_reduce(loss.float().clone(), "mean")
+    return state.run.collectives.all_reduce(loss.float().clone(), "mean")

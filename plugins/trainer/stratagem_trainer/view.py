@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stratagem.api.metric_values import ReduceFx
     from stratagem_trainer.api import TrainerView
     from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
+    from stratagem_trainer.api.metric_values import ReduceFx
     from stratagem_trainer.trial import TrialStep
 
 

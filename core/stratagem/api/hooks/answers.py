@@ -186,11 +186,20 @@ def clip_gradients(
 
 
 @hookspec(firstresult=True)
-def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: RunContext) -> bool:
-    """Answer (an engine, or a precision that scales): step; return whether parameters changed.
+def step_optimizers(optimizers: list[Optimizer], closure: Callable[[], Tensor] | None, run: RunContext) -> bool:
+    """Answer (a precision that scales): make one step with all `optimizers`; return whether parameters changed.
 
-    False means that the step was skipped because gradients overflowed; all ranks must return the same. `closure` is set
-    only for optimizers that evaluate the model themselves. Default: ``optimizer.step()``.
+    Called once for each step, whatever the number of optimizers: count steps, and decide whether to skip one, in a
+    wrapper of this hook. False means that all were skipped because gradients overflowed; all ranks must return the
+    same. `closure` is set only for one optimizer that evaluates the model itself. Default: ``run.step_one`` for each.
+    """
+
+
+@hookspec(firstresult=True)
+def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: RunContext) -> bool:
+    """Answer (an engine): update the parameters of one optimizer of a step; return whether they changed.
+
+    Called by ``run.step_one``, within `step_optimizers`. Default: ``optimizer.step()``.
     """
 
 

@@ -7,6 +7,7 @@ from stratagem_testing.reference import (
     ByHand,
     CustomStep,
     Gan,
+    Halves,
     Lbfgs,
     Net,
     train_gan_plainly,
@@ -32,6 +33,13 @@ class OptimizationChecks(StrategyChecks):
         self._require(MULTIPLE_OPTIMIZERS, world_size, Gan)
 
         self._compare(self._train(world_size, Gan, batches), train_gan_plainly(batches, self.maker(Gan)()))
+
+    def test_several_optimizers_in_one_step(self, world_size: int) -> None:
+        """What happens once a step must not happen once for each optimizer."""
+        batches = self.batches(6)
+        self._require(MULTIPLE_OPTIMIZERS, world_size, Halves)
+
+        self._compare(self._train(world_size, Halves, batches), train_module_plainly(self.maker(Net)(), batches)[0])
 
     def test_closure_optimizers(self, world_size: int) -> None:
         """LBFGS in double precision: it evaluates the model several times in a step."""

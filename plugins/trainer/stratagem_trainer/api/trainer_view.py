@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.context import Position, RunContext
-    from stratagem.api.metric_values import ReduceFx
     from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
+    from stratagem_trainer.api.metric_values import ReduceFx
 
 
 @frozen
