@@ -73,6 +73,8 @@ class TrainLoop:
         self.train = self._training()
         self._listen_to_backward()
         self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
+        #: Those that step at the end of the batch.
+        self.due_schedulers: list[Any] = []
         self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
         #: Says when to validate, for a `val_check_interval` in time.
         self.clock = ValidationClock(state) if state.validates_in_time and any(state.num_val_batches) else None
@@ -333,6 +335,8 @@ class TrainLoop:
         if state.stage_metrics.metrics:
             state.stage_metrics.reduce_step(batch_idx)
             state.callback_metrics.update(state.stage_metrics.step_values())
+        while self.due_schedulers:  # one may step by what the batch has logged
+            self.due_schedulers.pop(0).step(state)
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:
@@ -455,11 +459,9 @@ class TrainLoop:
         position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True
 
     def count_step(self, stepped: bool) -> None:
-        """Count an optimizer step, and step the schedulers unless a loss scale skipped it."""
-        self.position.global_step += 1
-        if not stepped:
-            self.position.skipped_steps += 1
-            return
-        for config in self.step_schedulers:
-            if self.position.global_step % config.frequency == 0:
-                config.step(self.state)
+        """Count an optimizer step; schedulers step after the batch, unless a loss scale skipped it."""
+        position = self.position
+        position.global_step += 1
+        position.skipped_steps += not stepped
+        due = self.step_schedulers if stepped else ()
+        self.due_schedulers = [config for config in due if position.global_step % config.frequency == 0]
