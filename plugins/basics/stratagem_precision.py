@@ -207,11 +207,12 @@ class ScaledPrecision(_Autocast):
         for number in list(self._clipped):  # an earlier fit ended between clipping and stepping
             self._reset(number)
         if self.scaler is None:
-            self.scaler = _Scaler(
-                run.device.type, self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval
-            )
+            self.scaler = self._new_scaler(run.device.type)
             if self._loaded is not None:
                 self.scaler.load_state_dict(self._loaded)
+
+    def _new_scaler(self, device_type: str) -> GradScaler:
+        return _Scaler(device_type, self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval)
 
     @hookimpl
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -333,6 +334,8 @@ class ScaledPrecision(_Autocast):
         self._loaded, self._found = state or None, {}
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+        elif self.scaler is not None:
+            self.scaler = self._new_scaler(self.scaler._device)
 
 
 class _Scaler(GradScaler):

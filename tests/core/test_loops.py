@@ -499,7 +499,9 @@ def test_a_skipped_step_counts_and_leaves_the_schedulers(loop):
     made.step_schedulers = [LRSchedulerConfig(scheduler=scheduler, interval="step", frequency=2)]
     made.run.optimizers[0].step()
     for stepped in (True, False, True, True):
+        made.step.stepped = stepped
         made.count_step(stepped)
+        made._step_schedulers()
 
     assert (made.position.global_step, made.position.skipped_steps) == (4, 1)
     assert scheduler.last_epoch == 1  # at step 4; step 2 was skipped

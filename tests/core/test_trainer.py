@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from stratagem.api.context import RunContext
+from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches, relative_difference, train_plainly
@@ -337,6 +338,49 @@ def test_schedulers_step_by_epoch_step_and_metric():
     sg.Trainer(max_epochs=2, num_sanity_val_steps=0, **QUIET).fit(Scheduled(), loader(), loader(8))
 
     assert rates == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125])
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_plateau_that_steps_with_each_batch_gets_the_metric_of_that_batch(tmp_path, accumulated):
+    class Scheduled(Net):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__()
+            self.rates = []
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return [optimizer], [{"scheduler": plateau, "monitor": "score", "interval": "step"}]
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("score", loss)
+            return loss
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    plain, rates = Scheduled(), []
+    (optimizer,), (config,) = plain.configure_optimizers()
+    plain.log = lambda *_: None
+    for number, batch in enumerate(loader(), 1):
+        loss = plain.training_step(batch, 0)
+        (loss / accumulated).backward()
+        if number % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            config["scheduler"].step(loss.detach())
+        rates.append(optimizer.param_groups[0]["lr"])
+    options = {**QUIET, "enable_checkpointing": True, "accumulate_grad_batches": accumulated}
+    module, checkpoints = Scheduled(), ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    sg.Trainer(max_epochs=1, callbacks=checkpoints, **options).fit(module, loader())
+    resumed, (first, *_) = Scheduled(), sorted(tmp_path.glob("*.ckpt"))
+    sg.Trainer(max_epochs=1, **options).fit(resumed, loader(), ckpt_path=first)
+
+    assert module.rates == rates
+    assert len(set(rates)) > 1
+    assert resumed.rates == rates[accumulated:]
 
 
 def test_a_data_module_is_prepared_and_set_up():

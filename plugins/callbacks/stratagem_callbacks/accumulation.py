@@ -30,9 +30,10 @@ class GradientAccumulationScheduler(Callback):
         read_accumulation({0: 1} | self.scheduling, "gradient_accumulation_scheduler.scheduling")
 
     @hookimpl
-    def on_train_start(self, trainer: TrainerView) -> None:
-        check_set_once(trainer, "gradient_accumulation_scheduler")
-        trainer.schedule_accumulation({0: 1} | self.scheduling)
+    def setup(self, trainer: TrainerView, stage: str) -> None:
+        if stage == "fit":  # before configure_optimizers, which may ask how many steps there will be
+            check_set_once(trainer, "gradient_accumulation_scheduler")
+            trainer.schedule_accumulation({0: 1} | self.scheduling)
 
 
 def check_set_once(trainer: TrainerView, callback: str) -> None:

@@ -90,7 +90,7 @@ class AutoMicrobatch(Callback):
     def on_train_start(self, trainer: TrainerView, module: torch.nn.Module, run: RunContext) -> None:
         _check(run, module)
         self.count = max(self.count, self.microbatches)
-        self._trainer, self._buffers, self._told = trainer, _Buffers(module), None
+        self._trainer, self._buffers, self._told, self._counts = trainer, _Buffers(module), None, False
         self._among = run.peers.duplicate("auto_microbatch").unchecked if run.peers.world_size > 1 else None
         self._window.clear()
         self._steps = trainer.train_in_parts(self._train)

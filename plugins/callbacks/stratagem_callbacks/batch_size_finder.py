@@ -44,14 +44,23 @@ class BatchSizeFinder(Callback):
     #: The size that was found.
     optimal_batch_size: int | None = field(init=False, default=None)
 
-    @hookimpl
+    @hookimpl(tryfirst=True)  # others use the size
     def on_fit_start(self, trainer: TrainerView, module: torch.nn.Module) -> None:
         if trainer.fast_dev_run:
             return
-        if trainer.global_step:
-            if self.optimal_batch_size is not None:
-                trainer.replace_train_loader(with_batch_size(trainer.train_dataloader, self.optimal_batch_size))
+        if not trainer.global_step:
+            self._find(trainer)
+        if self.optimal_batch_size is None:
             return
+        if hasattr(module, self.attr_name):
+            setattr(module, self.attr_name, self.optimal_batch_size)
+        hparams: Any = module.hparams
+        if self.attr_name in hparams:
+            hparams[self.attr_name] = self.optimal_batch_size
+        # An epoch has another number of steps, which schedules may use.
+        trainer.configure_again(with_batch_size(trainer.train_dataloader, self.optimal_batch_size))
+
+    def _find(self, trainer: TrainerView) -> None:
         if trainer.world_size > 1:
             raise ConfigError(
                 f"batch_size_finder was chosen for {trainer.world_size} processes", expected="one",
@@ -60,14 +69,8 @@ class BatchSizeFinder(Callback):
         loader = trainer.train_dataloader
         with trainer.trial_steps("batch_size_finder") as step:
             with_batch_size(loader, self.init_val)  # raises early if it cannot
-            size = self.optimal_batch_size = self._search(trainer, loader, step)
-        trainer.print(f"batch_size_finder: {size}")
-        trainer.replace_train_loader(with_batch_size(loader, size))
-        if hasattr(module, self.attr_name):
-            setattr(module, self.attr_name, size)
-        hparams: Any = module.hparams
-        if self.attr_name in hparams:
-            hparams[self.attr_name] = size
+            self.optimal_batch_size = self._search(trainer, loader, step)
+        trainer.print(f"batch_size_finder: {self.optimal_batch_size}")
 
     def state_dict(self) -> dict[str, int | None]:
         """Return the size that was found."""

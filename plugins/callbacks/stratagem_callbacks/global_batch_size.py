@@ -27,7 +27,7 @@ class GlobalBatchSize(Callback):
     samples: int = field(validator=at_least(1))
 
     @hookimpl
-    def on_train_start(self, trainer: TrainerView) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._check(trainer)
         shards = trainer.run.mesh.num_data_shards
         size = trainer.batch_size
@@ -44,6 +44,7 @@ class GlobalBatchSize(Callback):
                 do="choose a number that divides by the batch size times each possible number of processes",
             )
         trainer.schedule_accumulation({0: self.samples // (size * shards)})
+        trainer.configure_again()  # for schedules that are as long as training
 
     def _check(self, trainer: TrainerView) -> None:
         check_set_once(trainer, "global_batch_size")

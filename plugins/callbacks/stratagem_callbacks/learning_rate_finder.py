@@ -37,7 +37,9 @@ class LearningRateFinder(Callback):
 
     Smith, 2015, "Cyclical Learning Rates for Training Neural Networks". The trial steps have no effect on training. If
     the loss falls no more than its noise, the learning rate is not changed, and a warning is raised. Parameter groups
-    keep the ratios of their rates. A resumed run does not search again.
+    keep the ratios of their rates, and schedules multiply what was found: with schedules `configure_optimizers` is
+    called again. One with rates of its own (OneCycleLR, CyclicLR) must compute them from the module's `attr_name`. A
+    resumed run does not search again.
     """
 
     #: Learning rate of the first step.
@@ -66,7 +68,7 @@ class LearningRateFinder(Callback):
                 f"learning_rate_finder.min_lr is {self.min_lr} and max_lr {self.max_lr}", expected="min_lr below max_lr"
             )
 
-    @hookimpl
+    @hookimpl(trylast=True)  # after batch_size_finder, whose batches are those to try
     def on_fit_start(self, trainer: TrainerView, module: torch.nn.Module) -> None:
         if trainer.global_step or trainer.fast_dev_run:
             return
@@ -115,22 +117,58 @@ class LearningRateFinder(Callback):
 
     def _apply(self, trainer: TrainerView, module: Any, rate: float) -> None:
         (optimizer,) = trainer.optimizers
-        for group, ratio in zip(optimizer.param_groups, _ratios(optimizer), strict=True):
-            group["lr"] = rate * ratio
-            if "initial_lr" in group:
-                group["initial_lr"] = rate * ratio
-        for config in trainer.lr_scheduler_configs:
-            if hasattr(config.scheduler, "base_lrs"):
-                config.scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        ratios, before = _ratios(optimizer), _rates(trainer)
         if hasattr(module, self.attr_name):
             setattr(module, self.attr_name, rate)
         if self.attr_name in module.hparams:
             module.hparams[self.attr_name] = rate
+        if trainer.lr_scheduler_configs:
+            trainer.configure_again()  # a schedule may compute with the rate
+        first, schedulers = optimizer.param_groups[0], _schedulers(trainer)
+        own = [type(each).__name__ for each in schedulers if hasattr(each, "max_lrs") or "max_lr" in first]
+        if not own:
+            _scale(trainer, [rate * ratio for ratio in ratios])
+        elif _rates(trainer) == before:
+            raise ConfigError(
+                f"learning_rate_finder found {rate:.3g}, and {own[0]} has rates of its own that stay as they are",
+                expected=f"rates that configure_optimizers computes from self.{self.attr_name}",
+                do="compute them from it, or from another attribute and name it in learning_rate_finder.attr_name",
+            )
 
 
 def _ratios(optimizer: Any) -> list[float]:
-    first = float(optimizer.param_groups[0]["lr"])
-    return [float(group["lr"]) / first if first else 1.0 for group in optimizer.param_groups]
+    bases = [_base(group) for group in optimizer.param_groups]
+    return [base / bases[0] if bases[0] else 1.0 for base in bases]
+
+
+def _base(group: dict[str, Any]) -> float:
+    """Return the rate of a parameter group that its schedule multiplies."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def _schedulers(trainer: TrainerView) -> list[Any]:
+    return [part for config in trainer.lr_scheduler_configs for part in config.parts()]
+
+
+def _rates(trainer: TrainerView) -> list[Any]:
+    """Return all that rates are computed from."""
+    keys, (optimizer,) = ("lr", "initial_lr", "max_lr"), trainer.optimizers
+    groups = [float(group[key]) for group in optimizer.param_groups for key in keys if key in group]
+    return [groups, *(getattr(each, "max_lrs", None) for each in _schedulers(trainer))]
+
+
+def _scale(trainer: TrainerView, rates: list[float]) -> None:
+    """Have schedules multiply `rates`, one of each parameter group, from their present step on."""
+    groups = trainer.optimizers[0].param_groups
+    for group, rate in zip(groups, rates, strict=True):
+        base = _base(group)
+        group["lr"] = float(group["lr"]) * (rate / base) if base else rate
+        if "initial_lr" in group:
+            group["initial_lr"] = rate
+    for scheduler in _schedulers(trainer):
+        for name, key in {"base_lrs": "initial_lr", "_last_lr": "lr"}.items():
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [group[key] for group in groups])
 
 
 def steepest(lr: list[float], loss: list[float]) -> float | None:

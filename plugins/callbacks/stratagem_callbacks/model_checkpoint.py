@@ -180,9 +180,9 @@ class ModelCheckpoint(Callback):
             self._guard.on_train_start()
 
     @hookimpl
-    def setup(self, stage: str) -> None:
+    def setup(self, trainer: TrainerView, stage: str) -> None:
         if self._guard is not None:
-            self._guard.setup(stage)
+            self._guard.setup(trainer, stage)
 
     @hookimpl
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -90,8 +90,10 @@ class OwnCheckpoint(Callback):
             checkpoint[_ENTRY] = sorted({*checkpoint.get(_ENTRY, ()), *self._written})
 
     @hookimpl
-    def setup(self, stage: str) -> None:
+    def setup(self, trainer: TrainerView, stage: str) -> None:
         self._resumes = stage == "fit"  # evaluating a checkpoint does not resume its run
+        if self._resumes and not trainer.global_step:
+            self._written = []  # by a run of another model
 
     @hookimpl
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -94,8 +94,8 @@ class Preemption(OwnCheckpoint):
         return re.fullmatch(re.escape(name.stem if name.suffix else name.name) + r"(-v\d+)?", path.stem) is not None
 
     @hookimpl
-    def setup(self, trainer: TrainerView, stage: str) -> None:  # type: ignore[override]
-        super().setup(stage=stage)
+    def setup(self, trainer: TrainerView, stage: str) -> None:
+        super().setup(trainer, stage)
         if stage != "fit":
             return
         if threading.current_thread() is not threading.main_thread():

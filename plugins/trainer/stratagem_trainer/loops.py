@@ -282,7 +282,7 @@ class TrainLoop:
                 return
         position, sync = self.position, is_last or (batch_idx + 1) % self.accumulate == 0
         outputs = state.last_outputs = self.step.train(batch, batch_idx, sync)
-        if sync and self.step.optimizers:
+        if closes := bool(sync and self.step.optimizers):
             self.train_batches.close_window()
             self.count_step(self.step.stepped)
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
@@ -292,6 +292,8 @@ class TrainLoop:
         if state.stage_metrics.metrics:
             state.stage_metrics.reduce_step(batch_idx)
             state.callback_metrics.update(state.stage_metrics.step_values())
+        if closes:
+            self._step_schedulers()  # one may step by what the batch has logged
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:
@@ -345,11 +347,13 @@ class TrainLoop:
         position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True
 
     def count_step(self, stepped: bool) -> None:
-        """Count an optimizer step, and step the schedulers unless it was skipped."""
+        """Count an optimizer step."""
         self.position.global_step += 1
-        if not stepped:
-            self.position.skipped_steps += 1
-        if not stepped or self.step.dropped:
+        self.position.skipped_steps += not stepped
+
+    def _step_schedulers(self) -> None:
+        """Step the schedulers that are due, unless the optimizer step was skipped."""
+        if not self.step.stepped or self.step.dropped:
             return
         for config in self.step_schedulers:
             if self.position.global_step % config.frequency == 0:

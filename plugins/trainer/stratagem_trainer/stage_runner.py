@@ -136,7 +136,7 @@ class StageRunner:
         train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module, counts)
         if earlier is not None and resumed is None:
             train_batches.resume(earlier.state_dict(state.position), earlier.random_state())
-        state.train_batches, state.use_loader = train_batches, self.use_loader
+        state.train_batches, state.configure_again = train_batches, self.configure_again
         if resumed is not None:
             trainer_state.restore(state, resumed, self.read_from)
             resumed.clear()  # what is left of it would stay in memory as long as training
@@ -193,6 +193,21 @@ class StageRunner:
         for optimizer in filter(has_modes, optimizers):
             keep_training_weights(optimizer, self.run)
         return optimizers
+
+    def configure_again(self, loader: Any) -> None:
+        """Take what `configure_optimizers` returns now, but its optimizers; see `TrainerView.configure_again`."""
+        if loader is not None:
+            self.use_loader(loader)
+        run, begins = self.run, not self.state.position.global_step
+        states = [config.scheduler.state_dict() for config in run.lr_scheduler_configs]
+        for optimizer, other in zip(run.made_optimizers, self._make_optimizers(), strict=True):
+            for group, options in zip(optimizer.param_groups, other.param_groups, strict=True) if begins else ():
+                group.update({key: value for key, value in options.items() if key != "params"})
+            for scheduler in (part for config in run.lr_scheduler_configs for part in config.parts()):
+                if getattr(scheduler, "optimizer", None) is other:
+                    scheduler.optimizer = optimizer
+        for config, state in zip(run.lr_scheduler_configs, () if begins else states, strict=False):
+            config.scheduler.load_state_dict(state)
 
     def _make_fit_loaders(self) -> None:
         """Make the loaders of a fit, once: `configure_optimizers` may ask how long training is. Collective."""

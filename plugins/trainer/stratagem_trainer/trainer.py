@@ -347,6 +347,7 @@ class Trainer(View):
         # The launch, the loops, evaluation and checkpoints are imported by the first call.
         from stratagem.runtime.launching import launch
         from stratagem_trainer import trainer_state
+        from stratagem_trainer.first_states import begin_again
         from stratagem_trainer.request import StageRequest
 
         if self._call_at_work is not None:
@@ -364,8 +365,10 @@ class Trainer(View):
             raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
         if stage != "fit" and loaders is None and datamodule is None and model is self._state.module:
             datamodule = self._state.datamodule  # of the call before
-        request = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path, keep_predictions)
         state = self._state
+        if stage == "fit" and model is not state.module and ckpt_path == "best":  # before its callback begins again
+            ckpt_path = getattr(self.checkpoint_callback, "best_model_path", "") or ckpt_path
+        request = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path, keep_predictions)
         if model is not state.module:
             state.worker_state = None
         if stage == "fit":
@@ -382,6 +385,8 @@ class Trainer(View):
         try:
             check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)
+            if stage == "fit":
+                begin_again(self.run.stack, model)
             result = launch(self.run, functools.partial(self._main, request), model)
             state.status = "finished"
         except BaseException as error:

@@ -265,10 +265,10 @@ class View(CallView):
         self._state.train_batch = train
         return PartSteps(self._state)
 
-    def replace_train_loader(self, loader: Any) -> None:
-        """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""
-        assert self._state.use_loader is not None, "known during a fit"
-        self._state.use_loader(loader)
+    def configure_again(self, loader: Any = None) -> None:
+        """Train with `loader`, if given, and call `configure_optimizers` again; see `TrainerView`."""
+        assert self._state.configure_again is not None, "known during a fit"
+        self._state.configure_again(loader)
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
         """Call `action` once, after `on_train_batch_end` of all callbacks; it may raise an error to end training."""

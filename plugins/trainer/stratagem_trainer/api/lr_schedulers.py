@@ -41,6 +41,13 @@ class LRSchedulerConfig:
                 do='return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}',
             )  # fmt: skip
 
+    def parts(self) -> list[Any]:
+        """Return the scheduler, and those that it consists of, as torch's SequentialLR and ChainedScheduler do."""
+        found = [self.scheduler]
+        for each in found:
+            found += getattr(each, "_schedulers", ())
+        return found
+
     def step(self, trainer: HasMetrics) -> None:
         """Step the scheduler, with its metric if it watches one. Collective then.
 

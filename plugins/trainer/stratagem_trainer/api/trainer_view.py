@@ -315,8 +315,15 @@ class TrainerView(Protocol):
         accumulation window.
         """
 
-    def replace_train_loader(self, loader: Any) -> None:
-        """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""
+    def configure_again(self, loader: Any = None) -> None:
+        """Call `configure_optimizers` again, while a fit starts: it may read what a callback has changed. Collective.
+
+        Optimizers stay. At step 0 they get the options of parameter groups of those that it returns now, and its
+        schedules begin; in a resumed run schedules continue from the checkpoint.
+
+        Args:
+            loader: train with it from now on; it yields this rank's part of the data.
+        """
 
     @property
     def train_dataloader(self) -> Any:

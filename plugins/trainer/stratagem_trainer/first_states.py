@@ -1,0 +1,38 @@
+"""The state of a plugin belongs to fits of one module: with another module it begins again."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+from weakref import finalize, ref
+
+from stratagem.api.kinds import keeps_state
+
+if TYPE_CHECKING:
+    from stratagem.stack.plugins import Stack
+
+#: The module of a plugin's last fit, and the plugin's state before the first fit, by its id: it may equal another.
+_FITTED: dict[int, tuple[ref[Any], Any]] = {}
+
+
+def begin_again(stack: Stack, module: Any) -> None:
+    """Give each plugin of `stack` whose last fit was of another module than `module` the state that it had at first.
+
+    For the process that the user started, before others are launched. What a checkpoint holds is restored later.
+    """
+    for plugin in (choice.plugin for choice in stack.active() if keeps_state(choice.plugin, "load_state_dict")):
+        if id(plugin) not in _FITTED:
+            _FITTED[id(plugin)] = ref(module), _copied_state(plugin)
+            finalize(plugin, _FITTED.pop, id(plugin), None)
+        last, first = _FITTED[id(plugin)]
+        if last() is not module and first is not None:
+            plugin.load_state_dict(copy.deepcopy(first))
+        _FITTED[id(plugin)] = ref(module), first
+
+
+def _copied_state(plugin: Any) -> Any:
+    """Return a copy of the state; None if the plugin has none before a fit begins, where it makes a new one."""
+    try:
+        return copy.deepcopy(plugin.state_dict())
+    except Exception:  # noqa: BLE001 - code of the user's, which is asked for the first time when a checkpoint is saved
+        return None
