@@ -10,7 +10,7 @@ from attrs import define, field
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, not_empty
 from stratagem_trainer.api import Callback
-from stratagem_trainer.api.monitored import monitored
+from stratagem_trainer.api.monitored import acts_after_epoch, monitored
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
@@ -42,7 +42,8 @@ class EarlyStopping(Callback):
     stopping_threshold: float | None = None
     #: End training when the metric is worse than this.
     divergence_threshold: float | None = None
-    #: Check at the end of the training epoch rather than after validation; by default after validation if there is any.
+    #: Check at the end of the training epoch rather than after validation. By default at the end of the epoch, unless
+    #: `val_check_interval` or `check_val_every_n_epoch` validate at other times than once an epoch.
     check_on_train_epoch_end: bool | None = None
     #: Print why training ends, on rank 0.
     verbose: bool = False
@@ -58,23 +59,18 @@ class EarlyStopping(Callback):
 
     @hookimpl
     def on_validation_end(self, trainer: TrainerView) -> None:
-        if trainer.fitting and not self._after_training(trainer):
-            self._check(trainer)
+        if trainer.fitting and not acts_after_epoch(trainer, self.check_on_train_epoch_end):
+            self._check(trainer, ", or set check_on_train_epoch_end=True if the end of the epoch logs it")
 
     @hookimpl
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
-        if self._after_training(trainer) and trainer.position.epoch_ended:
+        if acts_after_epoch(trainer, self.check_on_train_epoch_end) and trainer.position.epoch_ended:
             self._check(trainer)  # an epoch that was cut short is checked when it is complete
 
-    def _after_training(self, trainer: TrainerView) -> bool:
-        if self.check_on_train_epoch_end is None:
-            return not trainer.num_val_batches
-        return self.check_on_train_epoch_end
-
-    def _check(self, trainer: TrainerView) -> None:
+    def _check(self, trainer: TrainerView, do: str = "") -> None:
         if trainer.fast_dev_run:
             return
-        value = monitored(trainer, "early_stopping", self.monitor, self.strict)
+        value = monitored(trainer, "early_stopping", self.monitor, self.strict, do)
         if value is None:
             return
         reason = self._reason(value)

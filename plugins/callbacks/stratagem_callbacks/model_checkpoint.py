@@ -23,7 +23,7 @@ from stratagem_callbacks.kept_files import free_version, link_to, remove, within
 from stratagem_callbacks.occupied import occupy, vacate
 from stratagem_callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from stratagem_trainer.api import Callback
-from stratagem_trainer.api.monitored import monitored
+from stratagem_trainer.api.monitored import acts_after_epoch, monitored
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
@@ -41,7 +41,7 @@ def _or_false(value: Any) -> Any:
 
 @define(eq=False, kw_only=True)
 class ModelCheckpoint(Callback):
-    """Save after validation (or each epoch, or every n steps), and keep the `save_top_k` best by `monitor`.
+    """Save after each epoch (or validation, or every n steps), and keep the `save_top_k` best by `monitor`.
 
     The metric must be equal on all ranks: log it with ``sync_dist=True``. Without `monitor` the newest checkpoint is
     kept. Only files of this run, and files of the run that it resumes in the same folder, are deleted or overwritten.
@@ -77,7 +77,8 @@ class ModelCheckpoint(Callback):
     save_weights_only: bool = False
     #: Leave out frozen parameters, such as those of a base model with adapters; loading needs a model that has them.
     save_trainable_only: bool = False
-    #: Save at the end of the training epoch rather than after validation; by default after validation if there is any.
+    #: Save at the end of the training epoch rather than after validation. By default at the end of the epoch, unless
+    #: `val_check_interval` or `check_val_every_n_epoch` validate at other times than once an epoch.
     save_on_train_epoch_end: bool | None = None
     #: Write ``val_loss=0.31`` rather than ``0.31`` into names.
     auto_insert_metric_name: bool = True
@@ -243,13 +244,13 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_validation_end(self, trainer: TrainerView) -> None:
-        if trainer.fitting and not self._after_training(trainer):
+        if trainer.fitting and not acts_after_epoch(trainer, self.save_on_train_epoch_end):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
         cut_short = not trainer.position.epoch_ended  # `monitor` may be logged later in the epoch
-        if self._after_training(trainer) and not (
+        if acts_after_epoch(trainer, self.save_on_train_epoch_end) and not (
             cut_short and self.monitor not in (None, "epoch", "step", *trainer.callback_metrics)
         ):
             self._save_if_due(trainer)
@@ -268,11 +269,6 @@ class ModelCheckpoint(Callback):
                 self._write(trainer, self.last_model_path)
         if self._guard is not None:
             self._guard.on_train_end()
-
-    def _after_training(self, trainer: TrainerView) -> bool:
-        if self.save_on_train_epoch_end is None:
-            return not trainer.num_val_batches
-        return self.save_on_train_epoch_end
 
     def _save_if_due(self, trainer: TrainerView) -> None:
         due = (trainer.current_epoch + 1) % (self.every_n_epochs or 1) == 0
@@ -312,7 +308,11 @@ class ModelCheckpoint(Callback):
         counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         if self.monitor in counts and self.monitor not in trainer.callback_metrics:
             return float(counts[self.monitor])
-        return None if self.monitor is None else monitored(trainer, "model_checkpoint", self.monitor)
+        if self.monitor is None:
+            return None
+        after_epoch = acts_after_epoch(trainer, self.save_on_train_epoch_end)
+        do = "" if after_epoch else ", or set save_on_train_epoch_end=True if the end of the epoch logs it"
+        return monitored(trainer, "model_checkpoint", self.monitor, do=do)
 
     def _said_of(self, trainer: TrainerView, score: float | None, path: str) -> str:
         value = "" if score is None else f", {self.monitor} {score:.5g}"

@@ -90,7 +90,7 @@ class TrainerSettings(RunSettings):
     log_every_n_steps: int = field(default=50, validator=at_least(1))
     #: Add a callback that shows progress, and metrics logged with ``prog_bar=True``, unless `callbacks` has one.
     enable_progress_bar: bool = True
-    #: Add a callback that saves a checkpoint after validation, or after each epoch, unless `callbacks` has one.
+    #: Add a callback that saves a checkpoint after each epoch, or after validation, unless `callbacks` has one.
     enable_checkpointing: bool = True
     #: Print the layers and their parameters when a fit begins; by default if the output is a terminal.
     enable_model_summary: bool | None = None
@@ -116,9 +116,9 @@ class TrainerSettings(RunSettings):
 
     def add_to(self, stack: Stack, chooser: Chooser) -> None:
         listed = chooser.many("callback", self.callbacks)
-        stack.callbacks = [
-            *listed, *_profiler(self, chooser), *stack.callbacks, *_standard_callbacks(self)
-        ]  # fmt: skip
+        chosen = [*listed, *_profiler(self, chooser), *stack.callbacks, *_standard_callbacks(self)]
+        # What others log at the end of an epoch is there when it is checked.
+        stack.callbacks = sorted(chosen, key=lambda choice: has_role(choice.plugin, "early-stopping"))
         stack.loggers = _loggers(self, chooser)
         refuse_moved_callbacks([*stack.others, *stack.callbacks])
         if not self.barebones:

@@ -21,9 +21,22 @@ class HasMetrics(Protocol):
     """A trainer, as far as a decision needs it."""
 
     callback_metrics: dict[str, Any]
+    num_val_batches: list[float]
+    val_check_interval: Any
+    check_val_every_n_epoch: int | None
 
     @property
     def run(self) -> HasCollectives: ...
+
+
+def acts_after_epoch(trainer: HasMetrics, chosen: bool | None) -> bool:
+    """Return whether to decide at the end of the training epoch, rather than after validation.
+
+    If it is not `chosen`: where each epoch ends with its only validation, or with none.
+    """
+    if chosen is not None or not any(trainer.num_val_batches):
+        return chosen is not False
+    return bool(trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1)
 
 
 def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do: str = "") -> float | None:
@@ -44,7 +57,7 @@ def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do:
         raise ConfigError(
             f"{who}.monitor is {name!r}, which nobody logged",
             expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",
-            do=nearest(name, known) or f"log it with self.log({name!r}, ...){do}",
+            do=(nearest(name, known) or f"log it with self.log({name!r}, ...)") + do,
         )
     if any(repr(each) != repr(values[0]) for each in values):
         shown = ", ".join(
