@@ -332,7 +332,7 @@ class TrainLoop:
         position.validated = not (is_last if every is None else count % every == 0)
         if state.stage_metrics.metrics:
             state.stage_metrics.reduce_step(batch_idx)
-            state.callback_metrics.update(state.stage_metrics.step_values())
+            state.published.update(state.stage_metrics.step_values())
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from stratagem.api.world import Collectives
+    from stratagem_trainer.api.published import Published
 
 
 class HasCollectives(Protocol):
@@ -20,7 +21,8 @@ class HasCollectives(Protocol):
 class HasMetrics(Protocol):
     """A trainer, as far as a decision needs it."""
 
-    callback_metrics: dict[str, Any]
+    @property
+    def published(self) -> Published: ...
 
     @property
     def run(self) -> HasCollectives: ...
@@ -34,13 +36,14 @@ def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do:
     Raises:
         ConfigError: nobody logged it, or ranks logged different values and would decide differently.
     """
-    value = trainer.callback_metrics.get(name)
+    metrics = trainer.published.exact
+    value = metrics.get(name)
     mine = None if value is None else float(value)
     values = trainer.run.collectives.all_gather_object(mine)
     if all(each is None for each in values):
         if not strict:
             return None
-        known = sorted(trainer.callback_metrics)
+        known = sorted(metrics)
         raise ConfigError(
             f"{who}.monitor is {name!r}, which nobody logged",
             expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",
