@@ -65,11 +65,11 @@ def files(folder: Path, count: int) -> dict[str, float]:
     for number in range(1, count):
         for suffix in ("", ".sum"):
             os.link(f"{first}{suffix}", checkpoints / f"c-v{number}.ckpt{suffix}")
-        top.best_k_models[str(checkpoints / f"c-v{number}.ckpt")] = float(number)
+        top._best_k_models[str(checkpoints / f"c-v{number}.ckpt")] = float(number)
     other = checkpoints / "other.ckpt"
 
     def save_best() -> None:
-        top.best_k_models[max(top.best_k_models, key=top.best_k_models.__getitem__)] = 1e9
+        top._best_k_models[max(top._best_k_models, key=top._best_k_models.__getitem__)] = 1e9
         top._save(trainer)
 
     return {

@@ -68,7 +68,7 @@ class PushToHub(Callback):
 
     @hookimpl
     def on_save_checkpoint(self, trainer: TrainerView) -> None:
-        self._metrics = as_numbers(trainer.callback_metrics)
+        self._metrics = as_numbers(trainer.published.exact)
 
     @hookimpl(wrapper=True)
     def save_checkpoint(self, path: Path, run: RunContext) -> Generator[None, Any, Any]:
@@ -86,7 +86,7 @@ class PushToHub(Callback):
             saved = trainer.checkpoint_callback
             path = saved.best_model_path or saved.last_model_path
             if path:
-                self._metrics = as_numbers(trainer.callback_metrics)
+                self._metrics = as_numbers(trainer.published.exact)
                 run.after_save(functools.partial(self._push, as_path(path)))
 
     @hookimpl

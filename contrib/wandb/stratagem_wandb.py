@@ -253,7 +253,8 @@ class WandbLogger(Logger):
             return
         run, checkpoint = self._open(), as_path(path)
         best = path == callback.best_model_path or self.log_model is True
-        score = callback.best_k_models.get(path, callback.best_model_score if best else None)
+        saved = callback.state_dict()
+        score = saved["best_k_models"].get(path, saved["best_model_score"] if best else None)
         score = None if callback.monitor is None else score
         metadata = {"path": str(path)} | ({} if score is None else {callback.monitor: float(score)})
         artifact = _wandb().Artifact(f"model-{run.id}", type="model", metadata=metadata)

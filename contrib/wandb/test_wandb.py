@@ -350,7 +350,8 @@ def test_the_best_checkpoint_is_uploaded(tmp_path):
     (artifact,) = of_kind(records, "artifact")
     best = callback.best_model_path
     assert (artifact.type, artifact.name) == ("model", f"model-{trainer.logger.run_id}")
-    assert json.loads(artifact.metadata) == {"path": best, "train_loss": pytest.approx(callback.best_model_score)}
+    score = float(callback.best_model_score)
+    assert json.loads(artifact.metadata) == {"path": best, "train_loss": pytest.approx(score)}
     (entry,) = artifact.manifest.contents
     assert (entry.path, entry.size) == (os.path.basename(best), os.path.getsize(best))
 

@@ -70,7 +70,7 @@ def test_names_with_several_loaders_are_lightnings(stage):
     assert second == {
         "both_epoch/dataloader_idx_1": 10.5, "both/dataloader_idx_1": 10.5, "my_epoch/dataloader_idx_1": 10.5, "own1": 10.5,
     } | whole  # fmt: skip
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    found = {name: float(value) for name, value in trainer.published.exact.items()}
     assert found == first | second | {
         "both_step/dataloader_idx_0": 3.0, "each/dataloader_idx_0": 3.0,
         "both_step/dataloader_idx_1": 11.0, "each/dataloader_idx_1": 11.0,
@@ -191,7 +191,7 @@ def live(trainer, module, path):
     def collect():
         names = [name for name in trainer.callback_metrics if name.startswith("logged")]
         found.extend((name, float(trainer.callback_metrics[name])) for name in names)
-        trainer.callback_metrics = {}
+        trainer.callback_metrics.clear()
 
     trainer.fit(module, loader(), loader())
     collect()

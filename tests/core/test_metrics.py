@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from stratagem_testing import run_in_processes
+from stratagem_trainer.api.monitored import monitored
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -136,11 +138,11 @@ def test_every_dtype_is_reduced_exactly(sync_dist):
     values = made()
     module, trainer = LogsAll(values, sync_dist=sync_dist), sg.Trainer(max_epochs=1, **QUIET)
     trainer.fit(module, batches())
-    of_training = dict(trainer.callback_metrics)
+    of_training = trainer.published.exact
     trainer.validate(module, batches())
 
     assert wrong(of_training, values, "_epoch") == {}
-    assert wrong(trainer.callback_metrics, values) == {}
+    assert wrong(trainer.published.exact, values) == {}
     for batch_idx, seen in enumerate(module.on_steps):
         wanted = {kind: exact(value[batch_idx]) for kind, value in values.items()}
         assert {k: v for k, v in wanted.items() if not nearly(seen[f"{k} mean_step"], v)} == {}
@@ -153,12 +155,12 @@ def _on_two(rank, world_size):
     module = LogsAll(values, sync_dist=True)
     trainer = sg.Trainer(max_epochs=1, strategy="ddp", devices=world_size, use_distributed_sampler=False, **QUIET)
     trainer.fit(module, batches(4))
-    found = wrong(trainer.callback_metrics, everything, "_epoch")
+    found = wrong(trainer.published.exact, everything, "_epoch")
     for batch_idx, seen in enumerate(module.on_steps[:3]):
         both = {kind: each[2 * batch_idx : 2 * batch_idx + 2] for kind, each in made().items()}
         found |= {f"step {batch_idx} {name}": each for name, each in wrong(seen, both, "_step").items()}
     trainer.validate(module, batches(4))
-    return found | wrong(trainer.callback_metrics, everything)
+    return found | wrong(trainer.published.exact, everything)
 
 
 @pytest.mark.slow
@@ -279,6 +281,56 @@ def test_the_same_options_said_otherwise_are_the_same():
     trainer.fit(Logs({}), batches(3))
 
     assert (trainer.callback_metrics["a"], trainer.callback_metrics["b"]) == (1.0, 2.0)
+
+
+VALUE = 0.1 + 2**-40  # float32 cannot hold it
+
+
+def test_users_read_float32_tensors_and_decisions_the_numbers_that_were_logged(tmp_path):
+    class Logs(LogsAll):
+        def training_step(self, batch, batch_idx):
+            self.log("number", VALUE, prog_bar=True)
+            self.log("whole", 3, on_epoch=True)
+            self.log("double", torch.tensor(VALUE, dtype=torch.float64))
+            self.log("loss", loss := self.layer(batch[0]).mean())
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", VALUE)
+
+    seen, bars, scores = (
+        [],
+        [],
+        ModelCheckpoint(dirpath=tmp_path, monitor="val", filename="{val}-{mine}", save_top_k=-1),
+    )
+    stopping = EarlyStopping(monitor="val")
+    seen_in_epoch = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: (
+            seen.append({**trainer.callback_metrics, **trainer.logged_metrics}),
+            bars.append(trainer.progress_bar_metrics),
+        ),
+        on_validation_epoch_end=lambda trainer, _: trainer.callback_metrics.update(mine=torch.tensor(2.0)),
+    )
+    options = QUIET | {"enable_checkpointing": True, "callbacks": [seen_in_epoch, scores, stopping]}
+    trainer = sg.Trainer(max_epochs=1, **options)
+    trainer.fit(Logs({}), batches(3), batches(2))
+    shown = [*seen[-1].values(), *trainer.callback_metrics.values(), *trainer.logged_metrics.values(), scores.best_model_score,
+             scores.current_score, scores.kth_value, *scores.best_k_models.values(), stopping.best_score]  # fmt: skip
+    state = torch.load(scores.best_model_path, weights_only=True)
+
+    assert {(type(value), value.dtype, value.shape, value.requires_grad) for value in shown} == {
+        (torch.Tensor, torch.float32, (), False)
+    }
+    assert {type(value) for value in bars[-1].values()} == {float}
+    assert bars[-1]["number"] == VALUE
+    assert monitored(trainer, "who", "val") == VALUE
+    assert scores.state_dict()["best_model_score"] == stopping.state_dict()["best_score"] == VALUE
+    assert f"val={VALUE}-mine=2.0" in scores.best_model_path
+    assert state["ranks"][0]["callback_metrics"]["number"] == VALUE
+    trainer.callback_metrics["val"] = torch.tensor(7.0)
+    del trainer.callback_metrics["number"]
+    assert monitored(trainer, "who", "val") == 7
+    assert monitored(trainer, "who", "number", strict=False) is None
 
 
 def test_a_name_is_of_one_object():

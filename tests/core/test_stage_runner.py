@@ -228,5 +228,5 @@ def test_a_sanity_check_leaves_random_numbers_and_metrics_as_they_were(runner):
     made._sanity_check()
 
     assert torch.equal(torch.get_rng_state(), before)
-    assert made.state.callback_metrics == {}
+    assert made.state.published.exact == {}
     assert made.state.sanity_checking is False

@@ -133,7 +133,7 @@ def test_parts_of_different_sizes_count_by_their_samples():
         assert torch.allclose(mine["loss"], whole["loss"], rtol=1e-6)
         assert torch.allclose(mine["out"], whole["out"], atol=1e-6)
         assert not mine["out"].requires_grad
-    assert torch.allclose(torch.stack(sees.losses), torch.stack(plain.losses).double(), rtol=1e-6)
+    assert torch.allclose(torch.stack(sees.losses), torch.stack(plain.losses), rtol=1e-6)
     epoch = [made.callback_metrics["train_loss_epoch"] for made in (trainer, reference)]
     assert torch.allclose(*epoch, rtol=1e-6)
 

@@ -42,6 +42,7 @@ def shows(section, names):
 
 def library(name):
     """Return what programs use of the library `name`."""
+    sys.modules.setdefault("mpi4py", None)  # where it is installed without MPI, Lightning fails
     package = importlib.import_module(name)
     return SimpleNamespace(
         Trainer=package.Trainer,

@@ -146,7 +146,8 @@ class RayTune(Callback):
             if trainer.is_global_zero:
                 tune = _tune()
                 names = self._names(trainer)
-                values = as_numbers({shown: trainer.callback_metrics[logged] for shown, logged in names.items()})
+                metrics = trainer.published.exact
+                values = as_numbers({shown: metrics[logged] for shown, logged in names.items()})
                 tune.report(values, checkpoint=tune.Checkpoint.from_directory(folder) if saves else None)
 
     def _names(self, trainer: TrainerView) -> dict[str, str]:

@@ -11,6 +11,7 @@ from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, not_empty
 from stratagem_trainer.api import Callback
 from stratagem_trainer.api.monitored import acts_after_epoch, monitored
+from stratagem_trainer.api.published import shown
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
@@ -52,8 +53,8 @@ class EarlyStopping(Callback):
     wait_count: int = field(init=False, default=0)
     #: Epoch in which training ended; 0 if it has not.
     stopped_epoch: int = field(init=False, default=0)
-    #: Best value so far.
-    best_score: float | None = field(init=False, default=None)
+    _best_score: float | None = field(init=False, default=None)
+    best_score = shown("_best_score", "Best value so far: a float32 tensor; None before the first check.")
     #: Why training ended; "" if it has not.
     stopping_reason: str = field(init=False, default="")
 
@@ -90,12 +91,12 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
             return f"{name} is {value:.6g}, worse than {self.divergence_threshold:g}"
         margin = self.min_delta if self.mode == "max" else -self.min_delta
-        if self.best_score is None or self._better(value, self.best_score + margin):
-            self.best_score, self.wait_count = value, 0
+        if self._best_score is None or self._better(value, self._best_score + margin):
+            self._best_score, self.wait_count = value, 0
             return ""
         self.wait_count += 1
         if self.wait_count >= self.patience:
-            return f"{name} has not improved on {self.best_score:.6g} in {self.wait_count} checks"
+            return f"{name} has not improved on {self._best_score:.6g} in {self.wait_count} checks"
         return ""
 
     def _better(self, value: float, other: float) -> bool:
@@ -103,11 +104,12 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and the number of checks since."""
-        return {name: getattr(self, name) for name in ("wait_count", "stopped_epoch", "best_score", "stopping_reason")}
+        names = ("wait_count", "stopped_epoch", "_best_score", "stopping_reason")
+        return {name.lstrip("_"): getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best value, and the number of checks since."""
         if not isinstance(state.get("best_score"), int | float | None):
             raise TypeError(f"best_score is a {type(state['best_score']).__name__}, not a number")
-        for name in self.state_dict():
-            setattr(self, name, state[name])
+        self._best_score, self.wait_count = state["best_score"], state["wait_count"]
+        self.stopped_epoch, self.stopping_reason = state["stopped_epoch"], state["stopping_reason"]

@@ -20,7 +20,7 @@ def check_has_logger(trainer: TrainerView, callback: str) -> None:
 
 def log(trainer: TrainerView, metrics: dict[str, float], step: int) -> None:
     """Log `metrics` of `step` on rank 0, and add them to ``callback_metrics`` on all ranks."""
-    trainer.callback_metrics.update(metrics)
+    trainer.published.update(metrics)
     if trainer.is_global_zero:
         trainer.run.log_metrics(metrics, step)
 

@@ -24,8 +24,11 @@ from stratagem_callbacks.occupied import occupy, vacate
 from stratagem_callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from stratagem_trainer.api import Callback
 from stratagem_trainer.api.monitored import acts_after_epoch, monitored
+from stratagem_trainer.api.published import shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stratagem_trainer.api import TrainerView
 
 _FILENAME = "{epoch}-{step}"
@@ -87,18 +90,18 @@ class ModelCheckpoint(Callback):
 
     #: Path of the best checkpoint so far; the newest without a monitor.
     best_model_path: str = field(init=False, default="")
-    #: Its value of `monitor`.
-    best_model_score: float | None = field(init=False, default=None)
+    _best_model_score: float | None = field(init=False, default=None)
     #: Path of the ``last`` checkpoint.
     last_model_path: str = field(init=False, default="")
-    #: Value of `monitor` by path, of the kept checkpoints.
-    best_k_models: dict[str, float] = field(init=False, factory=dict)
-    #: Value of `monitor` when a checkpoint was last due.
-    current_score: float | None = field(init=False, default=None)
+    _best_k_models: dict[str, float] = field(init=False, factory=dict)
+    _current_score: float | None = field(init=False, default=None)
     #: When a checkpoint is due next, on the clock of this process.
     _next_save: float = field(init=False, default=math.inf)
     _last_step: int = field(init=False, default=-1)
-    #: The folder of `best_k_models`; "" before the first fit.
+    best_model_score = shown("_best_model_score", "Its value of `monitor`: a float32 tensor.")
+    best_k_models = shown("_best_k_models", "Value of `monitor` by path, of the kept checkpoints.")
+    current_score = shown("_current_score", "Value of `monitor` when a checkpoint was last due.")
+    #: The folder of `_best_k_models`; "" before the first fit.
     _folder: str = field(init=False, default="")
     _occupied: Path | None = field(init=False, default=None)
     _guard: OnExceptionCheckpoint | None = field(init=False, default=None)
@@ -145,11 +148,11 @@ class ModelCheckpoint(Callback):
         """Forget checkpoints in another folder: this run must not delete them, nor compare with them."""
         here = str(folder) if is_remote(folder) else os.path.realpath(folder)
         if self._folder != here:
-            self.best_k_models, self.last_model_path = {}, ""
+            self._best_k_models, self.last_model_path = {}, ""
         else:
             # Paths relative to the folder as this run names it.
-            kept = {within(folder, path): score for path, score in self.best_k_models.items()}
-            self.best_k_models = {path: score for path, score in kept.items() if path}
+            kept = {within(folder, path): score for path, score in self._best_k_models.items()}
+            self._best_k_models = {path: score for path, score in kept.items() if path}
             self.last_model_path = within(folder, self.last_model_path)
         self._folder = here
 
@@ -163,12 +166,12 @@ class ModelCheckpoint(Callback):
     @property
     def kth_best_model_path(self) -> str:
         """Path of the worst checkpoint that is kept; "" before there is one."""
-        return self._worst() if self.best_k_models else ""
+        return self._worst() if self._best_k_models else ""
 
     @property
-    def kth_value(self) -> float | None:
+    def kth_value(self) -> Tensor | None:
         """Its value of `monitor`."""
-        return self.best_k_models[self._worst()] if self.best_k_models and self.monitor is not None else None
+        return self.best_k_models[self._worst()] if self._best_k_models and self.monitor is not None else None
 
     @hookimpl
     def on_fit_end(self) -> None:
@@ -210,7 +213,7 @@ class ModelCheckpoint(Callback):
         """Return the best checkpoint with its metric, and the last one."""
         files = {}
         if self.best_model_path:
-            score = self.best_model_score
+            score = self._best_model_score
             title = "checkpoint" if score is None else f"best checkpoint ({self.monitor} {score:.4g})"
             files[title] = self.best_model_path
         if self.last_model_path and self.last_model_path != self.best_model_path:
@@ -285,7 +288,7 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run:
             return
         self._last_step = trainer.global_step
-        self.current_score = score = self._score(trainer)
+        self._current_score = score = self._score(trainer)
         plan = trainer.run.collectives.broadcast_object(self._plan(trainer, score) if trainer.is_global_zero else None)
         if isinstance(plan, ConfigError):
             raise plan
@@ -332,8 +335,8 @@ class ModelCheckpoint(Callback):
             return "", score, [], "" if self.save_last == "link" else last
         obsolete = []
         if self.monitor is None:
-            obsolete = list(self.best_k_models) if self.save_top_k == 1 else []
-        elif 0 < self.save_top_k <= len(self.best_k_models):
+            obsolete = list(self._best_k_models) if self.save_top_k == 1 else []
+        elif 0 < self.save_top_k <= len(self._best_k_models):
             obsolete = [self._worst()]
         try:
             path = self._path(trainer, obsolete)
@@ -342,22 +345,22 @@ class ModelCheckpoint(Callback):
         return path, score, [old for old in obsolete if old != path], last
 
     def _is_better(self, score: float | None) -> bool:
-        if self.monitor is None or self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+        if self.monitor is None or self.save_top_k == -1 or len(self._best_k_models) < self.save_top_k:
             return True
-        return self._sort_key(score) < self._sort_key(self.best_k_models[self._worst()])
+        return self._sort_key(score) < self._sort_key(self._best_k_models[self._worst()])
 
     def _record(self, path: str, score: float | None, obsolete: list[str]) -> None:
         for old in obsolete:
-            self.best_k_models.pop(old, None)
-        self.best_k_models[path] = math.nan if score is None else score
+            self._best_k_models.pop(old, None)
+        self._best_k_models[path] = math.nan if score is None else score
         if self.monitor is None:
-            self.best_model_path, self.best_model_score = path, None
+            self.best_model_path, self._best_model_score = path, None
         else:
-            self.best_model_path = min(self.best_k_models, key=lambda kept: self._sort_key(self.best_k_models[kept]))
-            self.best_model_score = self.best_k_models[self.best_model_path]
+            self.best_model_path = min(self._best_k_models, key=lambda kept: self._sort_key(self._best_k_models[kept]))
+            self._best_model_score = self._best_k_models[self.best_model_path]
 
     def _worst(self) -> str:
-        return max(self.best_k_models, key=lambda path: self._sort_key(self.best_k_models[path]))
+        return max(self._best_k_models, key=lambda path: self._sort_key(self._best_k_models[path]))
 
     def _sort_key(self, score: float | None) -> float:
         if score is None or math.isnan(score):
@@ -368,12 +371,12 @@ class ModelCheckpoint(Callback):
 
     def _path(self, trainer: TrainerView, obsolete: list[str]) -> str:
         """Return a path to save to that overwrites no checkpoint that is kept."""
-        values = as_numbers(trainer.callback_metrics)
+        values = as_numbers(trainer.published.exact)
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = self._format(values)
         suffix = trainer.run.checkpoint_format.suffix
         path = self.folder(trainer) / f"{name}{suffix}"
-        mine = obsolete if self.monitor is not None else self.best_k_models
+        mine = obsolete if self.monitor is not None else self._best_k_models
         return str(free_version(path, suffix, mine) if self.enable_version_counter else path)
 
     def _path_of_last(self, trainer: TrainerView) -> str:
@@ -409,9 +412,9 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the kept checkpoints, and the best one."""
-        names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "_last_step", "_folder")
+        names = ("best_model_path", "_best_model_score", "last_model_path", "_last_step", "_folder")
         rule = {"monitor": self.monitor, "mode": self.mode, "save_top_k": self.save_top_k}
-        kept = {"best_k_models": dict(self.best_k_models)}
+        kept = {"best_k_models": dict(self._best_k_models)}
         return {name.lstrip("_"): getattr(self, name) for name in names} | kept | rule
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -419,7 +422,7 @@ class ModelCheckpoint(Callback):
         same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
         keeps_fewer = self.save_top_k != -1 and not 0 <= state["save_top_k"] <= self.save_top_k
         kept = {} if keeps_fewer or not same else state["best_k_models"]
-        self.best_k_models = {path: score for path, score in kept.items() if as_path(path).exists()}
-        self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
+        self._best_k_models = {path: score for path, score in kept.items() if as_path(path).exists()}
+        self.best_model_path, self._best_model_score = state["best_model_path"], state["best_model_score"]
         self.last_model_path, self._last_step = state["last_model_path"], state["last_step"]
         self._folder = state["folder"]

@@ -68,7 +68,7 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, trainer: TrainerView, batch_idx: int) -> None:
         # On a GPU the metrics of a batch are ready some batches later; reading them now would synchronize.
         if self._pending is None and time.perf_counter() >= self._due:
-            self._pending = Readback(trainer.progress_bar_metrics)
+            self._pending = Readback(trainer.bar_values)
         if self._pending is not None and self._pending.ready:
             self._show(trainer, batch_idx + 1)
 
@@ -158,7 +158,7 @@ class ProgressBar(Callback):
         done = done or trainer.position.batches_done
         pending, self._pending = self._pending, None
         if pending is None or final:
-            pending = Readback(trainer.progress_bar_metrics)
+            pending = Readback(trainer.bar_values)
         epochs = f"/{trainer.max_epochs}" if trainer.max_epochs > 0 else ""
         in_epoch, in_run = batches_left(trainer, done)
         self._view.show(

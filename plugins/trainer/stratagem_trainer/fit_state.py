@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import define, field, fields
 
 from stratagem_trainer.api import FitOutcome
+from stratagem_trainer.api.published import Published
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.progress import Position
 
@@ -69,8 +70,8 @@ class FitState:
     #: The last batch of this epoch has begun; `position` counts it when its step is done.
     trains_last_batch: bool = False
     #: Every metric that was published; those that loggers got; those that a progress bar shows beside the loss.
-    callback_metrics: dict[str, Any] = field(factory=dict)
-    logged_metrics: dict[str, Any] = field(factory=dict)
+    published: Published = field(factory=Published)
+    logged: Published = field(factory=Published)
     bar_metrics: dict[str, Any] = field(factory=dict)
     #: Optimizer and scheduler states, and more, that a worker sent back.
     worker_state: dict[str, Any] | None = None
@@ -159,7 +160,7 @@ class FitState:
 
     def forget_metrics(self) -> None:
         """Forget every metric that was published."""
-        self.callback_metrics, self.logged_metrics, self.bar_metrics = {}, {}, {}
+        self.published, self.logged, self.bar_metrics = Published(), Published(), {}
 
     def leave_if_asked(self) -> None:
         """Call the actions of `on_leaving` that callbacks have added; one that is added meanwhile waits for a batch."""

@@ -291,7 +291,7 @@ class TrainLoop:
         position.validated = not (is_last if every is None else count % every == 0)
         if state.stage_metrics.metrics:
             state.stage_metrics.reduce_step(batch_idx)
-            state.callback_metrics.update(state.stage_metrics.callback_values())
+            state.published.update(state.stage_metrics.callback_values())
         if closes:
             self._step_schedulers()  # one may step by what the batch has logged
         if self.batch_end is not None:

@@ -83,7 +83,7 @@ def _publish_late(state: FitState, name: str, stage_metrics: StageMetrics) -> No
         stage_metrics.collectives = Collectives()  # one rank may log alone
     assert state.late_metrics is not None
     values = stage_metrics.epoch_values()
-    state.callback_metrics.update(values)
+    state.published.update(values)
     state.bar_metrics.update(values if metric.prog_bar else {})
     state.late_metrics[name] = values[name] if metric.logger else None
 
@@ -134,9 +134,9 @@ def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
 def show_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any]:
     """Reduce `stage_metrics` over the epoch so far (collective), let callbacks read the values, and return them."""
     values = stage_metrics.epoch_values()
-    state.callback_metrics.update(stage_metrics.step_values())
-    for name, value in values.items():
-        state.callback_metrics[name] = state.callback_metrics[stage_metrics.name(name)] = value
+    state.published.update(stage_metrics.step_values())
+    state.published.update(values)
+    state.published.update({stage_metrics.name(name): value for name, value in values.items()})
     return values
 
 
@@ -187,7 +187,7 @@ def _to_loggers(
     state: FitState, values: dict[str, Any], step: int | None = None, epoch: int | None = None
 ) -> None:  # fmt: skip
     values = {name: value for name, value in values.items() if value is not None}
-    state.logged_metrics.update(values)
+    state.logged.update(values)
     if not values or not state.run.is_global_zero or state.run.hooks.implemented("log_metrics") is None:
         return
     numbers = as_numbers(values)

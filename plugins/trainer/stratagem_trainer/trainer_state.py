@@ -44,6 +44,7 @@ from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import FitOutcome
+    from stratagem_trainer.api.published import Published
     from stratagem_trainer.fit_state import FitState
 
 
@@ -105,7 +106,7 @@ def _of_this_rank(fit: FitState) -> dict[str, Any]:
         "random": random_state(fit.run.devices) if train_batches is None else train_batches.random_state(),
         "epoch_start": position.epoch_random_state,
         "metrics": {} if position.epoch_ended else fit.train_metrics.state_dict(),
-        "callback_metrics": {name: float(value) for name, value in fit.callback_metrics.items()},
+        "callback_metrics": {name: float(value) for name, value in fit.published.exact.items()},
         "feed": {} if train_batches is None else train_batches.state_dict(position),
         "plugins": state_io.rank_states(fit.run),
     }
@@ -163,12 +164,12 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
         restore_buffers(fit.module, mine["buffers"])
     with applying(f"{path}: ranks"):
         state_io.load_rank_states(run, ranks)
-    fit.callback_metrics.update(ranks[0]["callback_metrics"])
+    fit.published.update(ranks[0]["callback_metrics"])
     if mine is None:
         _continue_at_another_size(fit, ranks)
         return
     position.epoch_random_state = mine["epoch_start"]
-    fit.callback_metrics.update(mine["callback_metrics"])
+    fit.published.update(mine["callback_metrics"])
 
     def load_metrics() -> None:
         with applying(f"{path}: ranks[{run.rank % len(ranks)}].metrics"):
@@ -392,8 +393,8 @@ class WorkerResult:
 
     result: Any
     state: dict[str, Any]
-    callback_metrics: dict[str, Any]
-    logged_metrics: dict[str, Any]
+    published: Published
+    logged: Published
     outcome: FitOutcome
 
     @classmethod
@@ -401,7 +402,7 @@ class WorkerResult:
         """Collective."""
         with fit.run.making_whole():  # the parent has no shards
             state = dump(fit, weights_only=not fitted)
-        return cls(result, state, dict(fit.callback_metrics), dict(fit.logged_metrics), fit.outcome)
+        return cls(result, state, fit.published, fit.logged, fit.outcome)
 
     def unpack(self, fit: FitState) -> Any:
         """Apply the state in the parent, as if it had trained there; return the result."""
@@ -409,7 +410,7 @@ class WorkerResult:
             build(fit.module)
         _allocate(fit.module)
         load_weights(fit.module, self.state["state_dict"])
-        fit.callback_metrics, fit.logged_metrics = self.callback_metrics, self.logged_metrics
+        fit.published, fit.logged = self.published, self.logged
         fit.outcome = self.outcome
         if "loop" in self.state:
             fit.position.load_state_dict(self.state["loop"])

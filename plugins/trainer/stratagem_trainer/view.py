@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.api.capabilities import ACCUMULATION, STEPS_IN_BACKWARD
 from stratagem.api.paths import as_path
+from stratagem.api.readback import as_numbers
 from stratagem.api.validators import read_accumulation
 from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.errors import ConfigError
@@ -44,11 +45,16 @@ def _of_state(name: str) -> Any:
     return property(get, put)
 
 
+def _shown(name: str) -> Any:
+    """Return a property: the metrics of that `name` of the `FitState`, as users read them."""
+    return property(lambda view: getattr(view._state, name).shown)
+
+
 class View(CallView):
     """See `stratagem_trainer.api.trainer_view.TrainerView`."""
 
     module, datamodule = _of_state("module"), _of_state("datamodule")
-    callback_metrics, logged_metrics = _of_state("callback_metrics"), _of_state("logged_metrics")
+    published, callback_metrics, logged_metrics = _of_state("published"), _shown("published"), _shown("logged")
     bar_metrics, position = _of_state("bar_metrics"), _of_state("position")
     sanity_checking, fitting = _of_state("sanity_checking"), _of_state("fitting")
     outcome = _of_state("outcome")
@@ -204,8 +210,12 @@ class View(CallView):
     # --- Metrics ---------------------------------------------------------------------------------------------------
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
+    def progress_bar_metrics(self) -> dict[str, float]:
+        return as_numbers(self.bar_values)
+
+    @property
+    def bar_values(self) -> dict[str, Any]:
+        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``; on their device."""
         loss = mean_loss(self._state.last_outputs, by_count=self._state.sums_losses)
         shown = {} if loss is None else {"loss": loss}
         for name, value in self._state.stage_metrics.step_values().items():

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_trainer.api.monitored import HasMetrics, monitored
+from stratagem_trainer.api.published import as_shown
 
 
 @define(eq=False, kw_only=True)
@@ -59,7 +60,7 @@ class LRSchedulerConfig:
         if self.plateau and value is None:
             return
         if self.custom_step is not None:
-            self.custom_step(self.scheduler, value)
+            self.custom_step(self.scheduler, as_shown(value))
         elif self.plateau:
             self.scheduler.step(value)
         else:

@@ -8,6 +8,7 @@ from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from stratagem.api.world import Collectives
+    from stratagem_trainer.api.published import Published
 
 
 class HasCollectives(Protocol):
@@ -20,10 +21,12 @@ class HasCollectives(Protocol):
 class HasMetrics(Protocol):
     """A trainer, as far as a decision needs it."""
 
-    callback_metrics: dict[str, Any]
     num_val_batches: list[float]
     val_check_interval: Any
     check_val_every_n_epoch: int | None
+
+    @property
+    def published(self) -> Published: ...
 
     @property
     def run(self) -> HasCollectives: ...
@@ -47,13 +50,14 @@ def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do:
     Raises:
         ConfigError: nobody logged it, or ranks logged different values and would decide differently.
     """
-    value = trainer.callback_metrics.get(name)
+    metrics = trainer.published.exact
+    value = metrics.get(name)
     mine = None if value is None else float(value)
     values = trainer.run.collectives.all_gather_object(mine)
     if all(each is None for each in values):
         if not strict:
             return None
-        known = sorted(trainer.callback_metrics)
+        known = sorted(metrics)
         raise ConfigError(
             f"{who}.monitor is {name!r}, which nobody logged",
             expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",

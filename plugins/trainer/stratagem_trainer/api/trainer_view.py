@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stratagem.api.context import Position, RunContext
     from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
     from stratagem_trainer.api.metric_values import ReduceFx
+    from stratagem_trainer.api.published import Published
 
 
 @frozen
@@ -113,11 +114,13 @@ class TrainerView(Protocol):
     module: Any
     #: The data module of this call, or None.
     datamodule: Any
-    #: Every metric that was published, by name.
+    #: Every metric that was published; what decides by one reads `published.exact`.
+    published: Published
+    #: The same as float32 tensors, by name.
     callback_metrics: dict[str, Any]
-    #: Every metric that was sent to the loggers, by name.
+    #: Every metric that was sent to the loggers, as a float32 tensor, by name.
     logged_metrics: dict[str, Any]
-    #: What a progress bar shows beside `progress_bar_metrics`.
+    #: What a progress bar shows beside the loss, and what was logged for it in this step.
     bar_metrics: dict[str, Any]
     #: Set to True to end training after the current batch, once `min_epochs` and `min_steps` are reached.
     should_stop: bool
@@ -275,8 +278,12 @@ class TrainerView(Protocol):
         """Samples of an optimizer step, over all processes; None if the loader has no batch size."""
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``. Waits for the device."""
+
+    @property
+    def bar_values(self) -> dict[str, Any]:
+        """`progress_bar_metrics` as they were logged, on their device."""
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
         """Write to `filepath` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
