@@ -159,7 +159,7 @@ def test_the_rest_of_an_epoch_is_the_same(batches, make, done, accumulate):
     resumed, again = batches(make()), Position()
     again.load_state_dict(loop)
     again.epoch_random_state = position.epoch_random_state
-    resumed.resume(saved, now)
+    resumed.resume(saved, now, again)
     resumed.start(again)
 
     of_closed_windows = seen[: done - done % accumulate]
@@ -200,7 +200,7 @@ def test_an_open_window_begins_again_with_its_buffers(batches):
     assert saved["accumulate"] == 4
 
     resumed = batches(shuffled(24), module=module)
-    resumed.resume(saved, now)
+    resumed.resume(saved, now, position)
     resumed.start(position)
     again = [(batch_idx, values(batch)) for batch_idx, batch, *_ in itertools.islice(resumed.epoch(position, 4), 2)]
 
@@ -217,7 +217,7 @@ def test_after_the_window_the_random_state_is_that_of_the_checkpoint(batches):
 
     torch.manual_seed(99)
     resumed = batches(shuffled(24), module=module)
-    resumed.resume(saved, now)
+    resumed.resume(saved, now, position)
     resumed.start(position)
     for batch_idx, *_ in resumed.epoch(position, 4):
         if batch_idx == resumed.replay_until:
@@ -229,7 +229,7 @@ def test_after_the_window_the_random_state_is_that_of_the_checkpoint(batches):
 def test_a_window_of_another_length_is_not_replayed(batches):
     feed, position, _ = open_window(batches, Normalized(), 6)
     resumed = batches(shuffled(24))
-    resumed.resume(feed.state_dict(position), feed.random_state())
+    resumed.resume(feed.state_dict(position), feed.random_state(), position)
     resumed.start(position)
     first = next(resumed.epoch(position, 2))[0]
 

@@ -54,6 +54,7 @@ def generator():
 
 LOADERS = {
     "shuffled": lambda: DataLoader(samples(), 2, shuffle=True),
+    "in order": lambda: DataLoader(samples(), 2),
     "workers": lambda: DataLoader(samples(), 2, shuffle=True, num_workers=1),
     "own sampler": lambda: DataLoader(samples(), 2, sampler=Drawn()),
     "own generator": lambda: DataLoader(samples(), 2, sampler=Drawn(generator())),
@@ -81,7 +82,9 @@ def seen(root):
 
 
 @pytest.mark.every_push("own batches-1")
-@pytest.mark.parametrize(("make", "accumulate"), [*((make, 1) for make in LOADERS), ("shuffled", 3)])
+@pytest.mark.parametrize(
+    ("make", "accumulate"), [*((make, 1) for make in LOADERS if make != "in order"), ("shuffled", 3)]
+)
 def test_another_seed_does_not_shuffle_the_rest_of_the_epoch(tmp_path, make, accumulate):
     fit(tmp_path, 1, LOADERS[make], 2, max_steps=4 // accumulate + 1, accumulate_grad_batches=accumulate)
     fit(tmp_path, 2, LOADERS[make], 2, tmp_path / "within.ckpt", accumulate_grad_batches=accumulate)
@@ -109,6 +112,14 @@ def test_at_another_number_of_processes(tmp_path, make, before, after):
     fit(tmp_path, 2, LOADERS[make], after, tmp_path / "within.ckpt", strategy="ddp" if after > 1 else "single_device")
 
     assert sorted(seen(tmp_path)) == list(range(SAMPLES))
+
+
+def test_with_the_batch_size_that_keeps_the_samples_of_a_step(tmp_path):
+    fit(tmp_path, 1, LOADERS["in order"], 2, max_steps=3)
+    told = fit(tmp_path, 2, lambda: DataLoader(samples(), 4), 1, tmp_path / "within.ckpt", strategy="single_device")
+
+    assert sorted(seen(tmp_path)) == list(range(SAMPLES))
+    assert not any("twice" in each for each in told)
 
 
 def test_an_order_that_is_lost_is_told(tmp_path):

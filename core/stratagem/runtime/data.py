@@ -158,8 +158,8 @@ def in_order_of_several(loader: Any, seed: int) -> Any:
 
 
 def _seeded_samplers(loader: Any) -> list[Any]:
-    found = [each for each in _samplers_of(loader) if isinstance(each, DistributedSampler | ShardedSampler)]
-    return list({id(each): each for each in found}.values())
+    kinds: Any = DistributedSampler | ShardedSampler
+    return [each for each in _samplers_of(loader) if isinstance(each, kinds) and getattr(each, "shuffle", True)]
 
 
 def _samplers_of(loader: Any) -> Iterator[Any]:

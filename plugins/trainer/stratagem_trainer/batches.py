@@ -16,6 +16,9 @@ waits for a message: one more batch is read ahead. Batches whose targets are cou
 
 A data set may draw random numbers while it is read, interleaved with those of the model. The *replay state* of a batch
 is the random state (and the loader's state) right before it was read: resuming reads the batch again from there.
+
+A run with other batches, or with another number of processes, continues after as many samples. Batches have the numbers
+that they have in an epoch of this run; of one that begins before that place, the samples that were used are left out.
 """
 
 from __future__ import annotations
@@ -30,13 +33,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from stratagem.api.batches import replace_in_loader
 from stratagem.api.late_flag import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import in_order_of_several, set_epoch
+from stratagem.runtime.data import ShardedSampler, in_order_of_several, set_epoch
 from stratagem_trainer.combined_loader import (
-    CombinedLoader,
     generators_in,
     has_state,
     length,
@@ -98,6 +102,8 @@ class ResumableBatches:
         self.has_length = not (math.isinf(num_batches) or math.isinf(length(loader)))
         self.looks_ahead = not self.has_length or self.targets is not None
         self.stateful = has_state(loader)
+        self.batch_sizes = [_batch_size(part) for part in parts_of(loader)]
+        self._divides_batches = _joins_samples(loader) and not self.stateful
 
     # --- What a checkpoint holds -----------------------------------------------------------------------------------
 
@@ -126,6 +132,7 @@ class ResumableBatches:
         state: dict[str, Any] = {
             "marks": {n: replay_state for n, replay_state in self._replay_states.items() if n >= done},
             "accumulate": 1,
+            "batch_sizes": self.batch_sizes,
         }
         if self.stateful and not state["marks"]:
             state["marks"][done] = {"loader": self.loader.state_dict()}
@@ -135,24 +142,64 @@ class ResumableBatches:
             state["window"] = {"start": window.start, "buffers": buffers, "random_state": window.random_state}
         return state
 
-    def resume(self, state: dict[str, Any], now: dict[str, Any]) -> None:
-        """Begin the next epoch where `state` was saved, with the random state `now`."""
-        self._resumed, self._now = state, now
+    def resume(self, state: dict[str, Any], now: dict[str, Any], position: Position) -> None:
+        """Begin the next epoch at `position`, where `state` was saved, with the random state `now`."""
+        self._now = now
+        self._shuffle_as_several(now)
+        if state.get("batch_sizes", self.batch_sizes) == self.batch_sizes:
+            self._resumed = state
+        else:
+            self._move(position, state, now, self.run.mesh.num_data_shards)
 
-    def resume_at_another_size(self, saved: dict[str, Any], position: Position) -> bool:
-        """Continue in the order of a run with another number of processes, whose rank 0 had the random state `saved`.
+    def resume_at_another_size(
+        self, state: dict[str, Any], saved: dict[str, Any], position: Position, shards: int
+    ) -> None:
+        """Continue after as many samples as a run with `shards` shares of the data, in its order where that is known.
 
-        Returns:
-            Whether the order is known: no sample that the other run has used is used again, and none is left out.
+        Args:
+            state: what its rank 0 saved of its batches, as `saved` is its random state.
         """
-        seeds = saved.get("sampler_seeds", [])
-        if seeds and self.run.mesh.num_data_shards == 1:
-            self.loader = in_order_of_several(self.loader, seeds[0])
+        self._shuffle_as_several(saved)
         self._restore_order(saved)
-        if position.batches_done:
+        self._move(position, state, saved, shards)
+        if position.batches_done or position.continued_at:
             position.epoch_random_state = self.random_state()
-        # What others used of each of several loaders is not what this one would have.
-        return len(seeds) == len(seeds_in(self.loader)) and not isinstance(self.loader, CombinedLoader)
+
+    def _shuffle_as_several(self, saved: dict[str, Any]) -> None:
+        """Use the order that several processes shared, in which one continued; `saved` is its random state."""
+        if (seeds := saved.get("sampler_seeds")) and self.run.mesh.num_data_shards == 1:
+            self.use(in_order_of_several(self.loader, seeds[0]), self.num_batches)
+
+    def _move(self, position: Position, state: dict[str, Any], saved: dict[str, Any], shards: int) -> None:
+        """Move `position`, which counts batches of the run that saved `state`, to where as many samples were used."""
+        sizes, size, here = (
+            state.get("batch_sizes", self.batch_sizes),
+            self.batch_sizes[0],
+            self.run.mesh.num_data_shards,
+        )
+        position.batches_of_earlier_epochs = position.batches_of_earlier_epochs * sizes[0] * shards // (size * here)
+        if position.epoch_done:
+            return
+        # The gradients of an open window were those of other batches, or of other ranks.
+        done = state.get("window", {}).get("start", position.batches_done)
+        samples, twice = divmod(max(done * sizes[0], position.continued_at) * shards, here)
+        position.batches_done, used = divmod(samples, size)
+        position.continued_at = samples
+        twice += 0 if self._divides_batches else used * here
+        message = f"{twice if self._divides_batches else 'some'} samples of the epoch come twice" if twice else ""
+        if samples and not self._has_order_of(sizes, saved, shards):
+            message = "the rest of the epoch comes in another order: some samples come twice or not at all"
+        if message and self.run.is_global_zero:
+            warnings.warn(f"the run continues within an epoch with other batches, and {message}", stacklevel=2)
+
+    def _has_order_of(self, batch_sizes: list[int], saved: dict[str, Any], shards: int) -> bool:
+        """Whether this loader reads samples in the order of another run's, whose random state was `saved`."""
+        loader, seeds = self.loader, saved.get("sampler_seeds", [])
+        # What was used of each of several loaders is not what this one would have used.
+        one = isinstance(loader, DataLoader) and len(batch_sizes) == 1 and len(seeds) == len(seeds_in(loader))
+        if one and isinstance(loader.dataset, IterableDataset):
+            return shards == self.run.mesh.num_data_shards and not loader.num_workers
+        return one and (_joins_samples(loader) or batch_sizes == self.batch_sizes)
 
     def commit_position(self) -> None:
         """Use the present random state as that of the resumed run: what it had left to do is done."""
@@ -251,8 +298,8 @@ class ResumableBatches:
     def _open(self, position: Position, first: int, state: Any) -> Iterator[Any]:
         """Begin an epoch's iterator that yields batch number `first` next."""
         if position.epoch_random_state is None:
-            position.epoch_random_state = self.random_state()
-        elif position.batches_done:
+            position.epoch_random_state, position.continued_at = self.random_state(), 0
+        elif position.batches_done or position.continued_at:
             self.restore_random_state(position.epoch_random_state)
         began = time.monotonic()
         if state is not None and self.stateful:
@@ -264,10 +311,18 @@ class ResumableBatches:
             # Workers that persist draw their seed once, in the first epoch, and the order of this one comes after that.
             iter(self.loader)
             self.restore_random_state(position.epoch_random_state)
-        iterator = iter(self.loader)
-        for _ in range(first):
-            if next(iterator, _END) is _END:
-                break
+        used = position.continued_at - first * self.batch_sizes[0]
+        if used > 0 and self._divides_batches:
+            batches = enumerate(self.loader.batch_sampler)
+            rest = (batch[used if number == first else 0 :] for number, batch in batches if number >= first)
+            iterator = iter(replace_in_loader(self.loader, batch_sampler=rest, persistent_workers=False))
+        else:
+            iterator = iter(self.loader)
+            for _ in range(first):
+                if next(iterator, _END) is _END:
+                    break
+        if used > 0:  # the order is drawn with the first batch
+            iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
         self._warn_of_reading(first, began)
         return iterator
 
@@ -361,6 +416,21 @@ class _Reader:
     def end(self) -> None:
         """Let workers end normally: the loader is exhausted."""
         next(self._iterator, _END)
+
+
+def _joins_samples(loader: Any) -> bool:
+    """Whether `loader` joins as many samples as its batch size says, in the order of a sampler."""
+    kind = type(getattr(loader, "batch_sampler", None))
+    joins = issubclass(kind, BatchSampler) and kind.__name__ == BatchSampler.__name__
+    return joins and not isinstance(loader.dataset, IterableDataset)
+
+
+def _batch_size(loader: Any) -> int:
+    """Return how many samples the batches of `loader` have; 1 where that is not known, and batches are counted."""
+    maker = getattr(loader, "batch_sampler", None)
+    maker = maker.sampler if isinstance(maker, ShardedSampler) else maker
+    size = getattr(loader if maker is None else maker, "batch_size", None)
+    return size if type(size) is int and size > 0 else 1
 
 
 class _Buffers:

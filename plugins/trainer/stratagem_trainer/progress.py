@@ -34,6 +34,8 @@ class Position:
     skipped_steps: int = 0
     #: Divides losses that are sums, once their counts are known; 0 before: see `stratagem_trainer.token_loss`.
     loss_divisor: float = 0.0
+    #: Samples of the epoch that each share of the data had used where a run with other batches continued within it.
+    continued_at: int = 0
     #: Batches that were validated and tested, by stage and loader: the step axis of what their steps log.
     evaluated_batches: dict[str, int] = field(factory=dict, repr=False)
     #: This process's random state at the start of the epoch.
@@ -45,7 +47,7 @@ class Position:
             "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
             "batches_of_earlier_epochs": self.batches_of_earlier_epochs,
             "skipped_steps": self.skipped_steps, "loss_divisor": self.loss_divisor,
-            "evaluated_batches": dict(self.evaluated_batches),
+            "continued_at": self.continued_at, "evaluated_batches": dict(self.evaluated_batches),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ class StageRunner:
         counts = target_counts(self.settings.loss_normalization, run)
         train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module, counts)
         if earlier is not None and resumed is None:
-            train_batches.resume(earlier.state_dict(state.position), earlier.random_state())
+            train_batches.resume(earlier.state_dict(state.position), earlier.random_state(), state.position)
         state.train_batches, state.configure_again = train_batches, self.configure_again
         if resumed is not None:
             trainer_state.restore(state, resumed, self.read_from)

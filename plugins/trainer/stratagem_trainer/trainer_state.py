@@ -177,30 +177,18 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
 
     together(run.collectives, load_metrics)
     if fit.train_batches is not None:
-        fit.train_batches.resume(mine["feed"], mine["random"])
+        fit.train_batches.resume(mine["feed"], mine["random"], position)
 
 
 def _continue_at_another_size(fit: FitState, ranks: Ranks) -> None:
     """Continue after as many samples as `ranks`, which are more or fewer, have used."""
-    position = fit.position
-    window = ranks[0]["feed"].get("window")
-    if window is not None:
-        position.batches_done = window["start"]  # its gradients were other ranks'
-    before, now = mesh_of(ranks).num_data_shards, fit.run.mesh.num_data_shards
-    position.batches_of_earlier_epochs = position.batches_of_earlier_epochs * before // now
-    if not position.epoch_done:
-        position.batches_done = position.batches_done * before // now
-    saved, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
+    shards, saved = mesh_of(ranks).num_data_shards, ranks[0]["epoch_start"] or ranks[0]["random"]
     if fit.train_batches is not None:
-        known = fit.train_batches.resume_at_another_size(saved, position)
-    lost = not known and position.batches_done and not position.epoch_done
+        fit.train_batches.resume_at_another_size(ranks[0]["feed"], saved, fit.position, shards)
     if fit.run.is_global_zero:
         warnings.warn(
             f"the checkpoint holds the random states of {len(ranks)} processes and this run has {fit.run.world_size}: "
-            "training continues with new ones"
-            + (
-                ", and the rest of the epoch comes in another order: some samples come twice or not at all" * bool(lost)
-            ),
+            "training continues with new ones",
             stacklevel=2,
         )
 
@@ -280,7 +268,7 @@ def restore_worker_state(fit: FitState, worker_state: dict[str, Any]) -> None:
     if within_an_epoch and len(ranks) == fit.run.world_size and fit.train_batches is not None:
         mine = ranks[fit.run.rank]
         position.epoch_random_state = mine["epoch_start"]
-        fit.train_batches.resume(mine["feed"], mine["random"])
+        fit.train_batches.resume(mine["feed"], mine["random"], position)
 
 
 def restore_plugins(fit: FitState, state: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from stratagem.api.world import Collectives
     from stratagem_trainer.api.published import Published
+    from stratagem_trainer.api.trainer_view import TrainerView
 
 
 class HasCollectives(Protocol):
@@ -21,10 +22,6 @@ class HasCollectives(Protocol):
 class HasMetrics(Protocol):
     """A trainer, as far as a decision needs it."""
 
-    num_val_batches: list[float]
-    val_check_interval: Any
-    check_val_every_n_epoch: int | None
-
     @property
     def published(self) -> Published: ...
 
@@ -32,14 +29,15 @@ class HasMetrics(Protocol):
     def run(self) -> HasCollectives: ...
 
 
-def acts_after_epoch(trainer: HasMetrics, chosen: bool | None) -> bool:
+def acts_after_epoch(trainer: TrainerView, chosen: bool | None) -> bool:
     """Return whether to decide at the end of the training epoch, rather than after validation.
 
     If it is not `chosen`: where each epoch ends with its only validation, or with none.
     """
     if chosen is not None or not any(trainer.num_val_batches):
         return chosen is not False
-    return bool(trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1)
+    settings = trainer.settings
+    return bool(settings.val_check_interval == 1.0 and settings.check_val_every_n_epoch == 1)
 
 
 def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do: str = "") -> float | None:
