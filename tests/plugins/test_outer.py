@@ -20,6 +20,7 @@ from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     ByHand,
     Gan,
+    Halves,
     Lbfgs,
     Net,
     critic_loss,
@@ -291,6 +292,23 @@ def test_modules_that_step_by_hand_meet_between_batches():
     for name, meet in {"local_sgd": averaging(4), "every batch": ring}.items():
         reference = gans(2, meet)
         assert relative_difference(weights_on_all_ranks([result[name] for result in results]), reference) < 1e-6, name
+
+
+def _two_optimizers(rank, size):
+    local_sgd = {"name": "local_sgd", "period": 3}
+    weights = [train(rank, size, make, BATCHES, {"strategy": local_sgd})["weights"] for make in (Net, Halves)]
+    with sg.Run(strategy=local_sgd, devices=size, accelerator="cpu") as run:
+        module = Halves()
+        model, *optimizers = run.setup(module, *module.configure_optimizers())
+        run.backward(loss_of(model(BATCHES[0][0]), BATCHES[0][1]))
+        assert run.optimizer_step(optimizers)
+        return weights, outcome(lambda: run.optimizer_step(optimizers[0]))
+
+
+def test_two_optimizers_are_one_step():
+    for (whole, halves), said in run_in_processes(_two_optimizers, 2):
+        assert relative_difference(whole, halves) == 0
+        assert "strategy.local_sgd counts steps, and 1 of 2 optimizers steps; expected all in one step; call run" in said
 
 
 def gans(teams, meet):

@@ -157,7 +157,12 @@ class DivergingReplicas(Plugin):
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def step_optimizers(self, run: RunContext) -> Generator[None, bool, bool]:
+    def step_optimizers(self, optimizers: list[Optimizer], run: RunContext) -> Generator[None, bool, bool]:
+        if len(optimizers) < len(run.optimizers) and not run.manual:
+            raise ConfigError(
+                f"{self.path} counts steps, and {len(optimizers)} of {len(run.optimizers)} optimizers steps",
+                expected="all in one step", do="call run.optimizer_step with a list of them",
+            )  # fmt: skip
         self.before_step(run)
         stepped = yield
         if not run.manual:

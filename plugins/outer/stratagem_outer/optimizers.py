@@ -40,12 +40,6 @@ def check_optimizers(path: str, optimizers: list[Optimizer], run: RunContext) ->
                 expected="an optimizer that does not communicate",
                 do="use the optimizer that it wraps",
             )
-    if len(optimizers) > 1 and not run.manual:
-        raise ConfigError(
-            f"{path} was given {len(optimizers)} optimizers by a loop of your own",
-            expected="one optimizer, so that the end of each step is known",
-            do="train with a Trainer and automatic_optimization = False",
-        )
     if run.manual and run.shards_parameters:
         raise ConfigError(
             f"{path} around sharded parameters was given {type(run.module).__name__}, which uses manual optimization",
