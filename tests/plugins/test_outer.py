@@ -308,7 +308,9 @@ def _two_optimizers(rank, size):
 def test_two_optimizers_are_one_step():
     for (whole, halves), said in run_in_processes(_two_optimizers, 2):
         assert relative_difference(whole, halves) == 0
-        assert "strategy.local_sgd counts steps, and 1 of 2 optimizers steps; expected all in one step; call run" in said
+        assert (
+            "strategy.local_sgd counts steps, and 1 of 2 optimizers steps; expected all in one step; call run" in said
+        )
 
 
 def gans(teams, meet):

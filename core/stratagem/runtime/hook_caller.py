@@ -127,8 +127,9 @@ class HookCaller:
         calls = [_bound(each.function, each.argnames, given) for each in found]
 
         def call_all(**arguments: Any) -> None:
+            values = given | arguments
             for function, names in calls:
-                function(*[arguments[name] if name in arguments else given[name] for name in names])
+                function(*map(values.__getitem__, names))
 
         return call_all
 

@@ -49,7 +49,7 @@ class Step:
         #: Called with what `training_step` returned, before its backward; set by the training loop.
         self.after_forward: Callable[[Any], None] | None = None
         #: Called around each backward, with the loss before it is scaled; set by the training loop.
-        self.before_backward: Callable[[Tensor], None] | None = None
+        self.before_backward: Callable[..., None] | None = None
         self.after_backward: Callable[[], None] | None = None
 
     def train_step(self, batch: Any, batch_idx: int, divisor: float, sync: bool, with_index: bool = True) -> Any:
@@ -123,7 +123,7 @@ class Step:
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
         if self.before_backward is not None:
-            self.before_backward(loss)
+            self.before_backward(loss=loss)
         if self._hooks.scale_loss is not None:
             loss = self._hooks.answered("scale_loss", self._hooks.scale_loss(loss=loss, run=self._run))
         try:

@@ -51,15 +51,13 @@ class ClosureStep(TrainStep):
         self._was_evaluated = False
         self._outputs: Any = None
 
-    def before_backward(
-        self, emit: Callable[..., None] | None, targets: TargetCounts | None
-    ) -> Callable[[torch.Tensor], None]:
+    def before_backward(self, emit: Callable[..., None] | None, targets: TargetCounts | None) -> Callable[..., None]:
         inner = super().before_backward(emit, targets)
 
         def zeroed(loss: torch.Tensor) -> None:
             self._zero_if_due()
             if inner is not None:
-                inner(loss)
+                inner(loss=loss)
 
         return zeroed
 

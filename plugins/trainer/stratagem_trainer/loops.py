@@ -292,7 +292,7 @@ class TrainLoop:
         if state.stage_metrics.metrics:
             state.stage_metrics.reduce_step(batch_idx)
             state.published.update(state.stage_metrics.callback_values())
-        if closes:
+        if closes and self.step_schedulers:
             self._step_schedulers()  # one may step by what the batch has logged
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)

@@ -270,8 +270,12 @@ class StageMetrics:
 
     def callback_values(self) -> dict[str, Any]:
         """Return what `step_values` does, and by the names without "_step", too."""
-        logged = [metric for metric in self.metrics.values() if metric.on_step and metric.last is not None]
-        return {name: metric.last for metric in logged for name in (metric.name, metric.step_name)}
+        return {
+            name: metric.last
+            for metric in self.metrics.values()
+            if metric.on_step and metric.last is not None
+            for name in (metric.name, metric.step_name)
+        }
 
     def epoch_values(self) -> dict[str, Tensor]:
         """Return the reduction of every metric logged on epochs, by display name. Collective."""

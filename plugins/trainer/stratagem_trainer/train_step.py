@@ -62,10 +62,10 @@ class TrainStep:
 
     def before_backward(
         self, emit: Callable[..., None] | None, targets: TargetCounts | None
-    ) -> Callable[[torch.Tensor], None] | None:
+    ) -> Callable[..., None] | None:
         """Return what to call before each backward: it checks the loss, and emits the event; None for neither."""
         if targets is None:
-            return None if emit is None else lambda loss: emit(loss=loss)
+            return emit
 
         def checked(loss: torch.Tensor) -> None:
             if math.isinf(self.divisor):
