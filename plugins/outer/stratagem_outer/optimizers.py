@@ -42,9 +42,10 @@ def check_optimizers(path: str, optimizers: list[Optimizer], run: RunContext) ->
             )
     if len(optimizers) > 1 and not run.manual:
         raise ConfigError(
-            f"{path} was given {len(optimizers)} optimizers by a loop of your own",
+            f"{path} was given {len(optimizers)} optimizers, which are stepped one by one",
             expected="one optimizer, so that the end of each step is known",
-            do="train with a Trainer and automatic_optimization = False",
+            do="use one with parameter groups, or a Trainer and a module that sets automatic_optimization = False and "
+            "steps them in training_step",
         )
     if run.manual and run.shards_parameters:
         raise ConfigError(

@@ -460,8 +460,7 @@ class TrainLoop:
 
     def count_step(self, stepped: bool) -> None:
         """Count an optimizer step; schedulers step after the batch, unless a loss scale skipped it."""
-        position = self.position
-        position.global_step += 1
-        position.skipped_steps += not stepped
-        due = self.step_schedulers if stepped else ()
-        self.due_schedulers = [config for config in due if position.global_step % config.frequency == 0]
+        self.position.global_step += 1
+        self.position.skipped_steps += not stepped
+        step, schedulers = self.position.global_step, self.step_schedulers
+        self.due_schedulers = [config for config in schedulers if stepped and step % config.frequency == 0]
