@@ -20,6 +20,8 @@ from stratagem.api.options import options
 from stratagem.cli import parser
 from stratagem.discovery import catalog, registry
 from stratagem.discovery.catalog import moved_names
+from stratagem.errors import ConfigError
+from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -358,3 +360,29 @@ def test_a_training_step_with_too_many_arguments_is_refused(step, message):
     model = type("Model", (sg.Module,), {"training_step": step, "configure_optimizers": lambda self: None})()
     with pytest.raises(sg.StratagemError, match=rf"Model.training_step takes .*{message}"):
         sg.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit(model, [1])
+
+
+def test_what_an_error_advises_and_is_missing_comes_with_its_installation(monkeypatch):
+    class Fails(sg.Callback):
+        def on_fit_start(self, trainer, module):
+            raise ConfigError(
+                "found", expected='strategy="fsdp"', do='set precision="32-true" or strategy="auto", or ' + advice
+            )
+
+    entries, advice = registry.entries, 'choose strategy "fsdp", callbacks="ema" or comm_hook="one_bit"'
+    missing = {"fsdp", "one_bit"}
+    trainer = sg.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=Fails())
+    monkeypatch.setattr(
+        registry, "entries", lambda *args, **more: [each for each in entries(*args, **more) if each.name not in missing]
+    )
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(Net(), joined_batches(2, 8))
+
+    text = str(caught.value)
+    assert text.endswith(
+        "; to install strategy 'fsdp', run `pip install stratagem`; for this alone, run `pip install stratagem-fsdp`"
+        "; to install comm_hook 'one_bit', run `pip install stratagem`; for this alone, run `pip install stratagem-comm-hooks`."
+    )
+    assert "to install strategy 'fsdp'" in caught.value.do
+    assert "auto'" not in text
+    assert text.count("to install") == 2

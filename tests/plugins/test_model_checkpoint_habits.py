@@ -175,3 +175,31 @@ def test_an_exception_is_saved_on_request(tmp_path):
     whole = fit(tmp_path / "whole", [1.0, 2.0, 3.0])[1]
     resumed = fit(tmp_path, [1.0, 2.0, 3.0], ckpt_path=tmp_path / "checkpoints" / "on_exception.ckpt")[1]
     assert relative_difference(resumed.state_dict(), whole.state_dict()) == 0
+
+
+def test_the_folder_that_was_used_can_be_read_after_a_fit(tmp_path):
+    callback = ModelCheckpoint()
+    assert callback.dirpath is None
+    default = ModelCheckpoint(dirpath=tmp_path / "given")
+    assert default.dirpath == tmp_path / "given"
+
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        trainer = sg.Trainer(**QUIET, max_epochs=1, callbacks=callback, default_root_dir=folder)
+        trainer.fit(Scored([1.0]), joined_batches(2, 8))
+        assert trainer.checkpoint_callback.dirpath == folder / "checkpoints"
+        saved = torch.load(callback.best_model_path, weights_only=True)["callbacks"]
+        assert [key for key in saved if "ModelCheckpoint" in key] == [
+            "callback.stratagem_callbacks.model_checkpoint:ModelCheckpoint"
+        ]
+
+    callback.dirpath = tmp_path / "set"
+    sg.Trainer(**QUIET, max_epochs=1, callbacks=callback).fit(Scored([1.0]), joined_batches(2, 8))
+    assert callback.dirpath == tmp_path / "set"
+    assert callback.best_model_path.startswith(str(tmp_path / "set"))
+
+
+def test_the_folder_that_launched_processes_used_can_be_read(tmp_path):
+    trainer = sg.Trainer(**QUIET, max_epochs=1, devices=2, launcher="fork", default_root_dir=tmp_path)
+    trainer.fit(Scored([1.0]), joined_batches(2, 8))
+
+    assert trainer.checkpoint_callback.dirpath == tmp_path / "checkpoints"

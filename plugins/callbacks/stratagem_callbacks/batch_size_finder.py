@@ -45,18 +45,14 @@ class BatchSizeFinder(Callback):
     optimal_batch_size: int | None = field(init=False, default=None)
 
     @hookimpl(tryfirst=True)  # others use the size
-    def on_fit_start(self, trainer: TrainerView, module: torch.nn.Module) -> None:
+    def on_fit_start(self, trainer: TrainerView, module: Any) -> None:
         if trainer.fast_dev_run:
             return
         if not trainer.global_step:
             self._find(trainer)
         if self.optimal_batch_size is None:
             return
-        if hasattr(module, self.attr_name):
-            setattr(module, self.attr_name, self.optimal_batch_size)
-        hparams: Any = module.hparams
-        if self.attr_name in hparams:
-            hparams[self.attr_name] = self.optimal_batch_size
+        set_found(module, self.attr_name, self.optimal_batch_size)
         # An epoch has another number of steps, which schedules may use.
         trainer.configure_again(with_batch_size(trainer.train_dataloader, self.optimal_batch_size))
 
@@ -113,3 +109,11 @@ class BatchSizeFinder(Callback):
             if trainer.run.device.type != "cpu":
                 torch.accelerator.empty_cache()
         return True
+
+
+def set_found(module: Any, name: str, value: Any) -> None:
+    """Set the attribute and the hyper-parameter `name` of `module`, as far as it has them."""
+    if hasattr(module, name):
+        setattr(module, name, value)
+    if name in module.hparams:
+        module.hparams[name] = value

@@ -15,6 +15,7 @@ from attrs.converters import optional
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError
+from stratagem_callbacks.batch_size_finder import set_found
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -117,20 +118,15 @@ class LearningRateFinder(Callback):
 
     def _apply(self, trainer: TrainerView, module: Any, rate: float) -> None:
         (optimizer,) = trainer.optimizers
-        ratios, before = _ratios(optimizer), _rates(trainer)
-        if hasattr(module, self.attr_name):
-            setattr(module, self.attr_name, rate)
-        if self.attr_name in module.hparams:
-            module.hparams[self.attr_name] = rate
+        ratios, before = _ratios(optimizer), _own_rates(trainer)
+        set_found(module, self.attr_name, rate)
         if trainer.lr_scheduler_configs:
             trainer.configure_again()  # a schedule may compute with the rate
-        first, schedulers = optimizer.param_groups[0], _schedulers(trainer)
-        own = [type(each).__name__ for each in schedulers if hasattr(each, "max_lrs") or "max_lr" in first]
-        if not own:
+        if not before:
             _scale(trainer, [rate * ratio for ratio in ratios])
-        elif _rates(trainer) == before:
+        elif _own_rates(trainer) == before:
             raise ConfigError(
-                f"learning_rate_finder found {rate:.3g}, and {own[0]} has rates of its own that stay as they are",
+                f"learning_rate_finder found {rate:.3g}, and the schedule has rates of its own that stay as they are",
                 expected=f"rates that configure_optimizers computes from self.{self.attr_name}",
                 do="compute them from it, or from another attribute and name it in learning_rate_finder.attr_name",
             )
@@ -150,11 +146,10 @@ def _schedulers(trainer: TrainerView) -> list[Any]:
     return [part for config in trainer.lr_scheduler_configs for part in config.parts()]
 
 
-def _rates(trainer: TrainerView) -> list[Any]:
-    """Return all that rates are computed from."""
-    keys, (optimizer,) = ("lr", "initial_lr", "max_lr"), trainer.optimizers
-    groups = [float(group[key]) for group in optimizer.param_groups for key in keys if key in group]
-    return [groups, *(getattr(each, "max_lrs", None) for each in _schedulers(trainer))]
+def _own_rates(trainer: TrainerView) -> list[Any]:
+    """Return the rates that schedules do not multiply: the largest ones of OneCycleLR and CyclicLR."""
+    of_groups = [float(group["max_lr"]) for group in trainer.optimizers[0].param_groups if "max_lr" in group]
+    return of_groups + [each.max_lrs for each in _schedulers(trainer) if hasattr(each, "max_lrs")]
 
 
 def _scale(trainer: TrainerView, rates: list[float]) -> None:

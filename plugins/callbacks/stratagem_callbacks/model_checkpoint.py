@@ -54,7 +54,7 @@ class ModelCheckpoint(Callback):
     roles: ClassVar[frozenset[str]] = frozenset({"best-checkpoint", "checkpoint-folder"})
 
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
-    dirpath: Path | None = None
+    _dirpath: Path | None = field(default=None, alias="dirpath")
     #: File name, with metrics in braces and their formats: ``"{epoch:02d}-{val_loss:.2f}"``.
     filename: str | None = field(default=_FILENAME, converter=_name_or_default, validator=not_empty)
     #: Metric to compare by, or "epoch" or "step".
@@ -104,7 +104,13 @@ class ModelCheckpoint(Callback):
     #: The folder of `_best_k_models`; "" before the first fit.
     _folder: str = field(init=False, default="")
     _occupied: Path | None = field(init=False, default=None)
-    _guard: OnExceptionCheckpoint | None = field(init=False, default=None)
+    _guard: OnExceptionCheckpoint = field(init=False)
+
+    def _used_folder(self) -> Path | None:
+        """Folder of the checkpoints: the option, else that of the last fit; None before one."""
+        return self._dirpath or (as_path(self._folder) if self._folder else None)
+
+    dirpath = property(_used_folder, lambda self, path: setattr(self, "_dirpath", path))
 
     def __attrs_post_init__(self) -> None:
         intervals = ("every_n_epochs", "every_n_train_steps", "train_time_interval")
@@ -116,8 +122,7 @@ class ModelCheckpoint(Callback):
                 'model_checkpoint.save_last is "link" with save_top_k=0', expected="a checkpoint to link to",
                 do="set save_last=True, or keep one",
             )  # fmt: skip
-        if self.save_on_exception:
-            self._guard = OnExceptionCheckpoint(dirpath=self.dirpath)
+        self._guard = OnExceptionCheckpoint(dirpath=self._dirpath)
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             raise ConfigError(
                 f"model_checkpoint.save_top_k is {self.save_top_k} without a monitor",
@@ -127,7 +132,7 @@ class ModelCheckpoint(Callback):
 
     def folder(self, trainer: TrainerView) -> Path:
         """Return the folder of the checkpoints."""
-        return as_path(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
+        return as_path(self._dirpath) if self._dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView) -> None:
@@ -180,32 +185,28 @@ class ModelCheckpoint(Callback):
     @hookimpl
     def on_train_start(self) -> None:
         self._start_interval()
-        if self._guard is not None:
-            self._guard.on_train_start()
+        self._guard.on_train_start()
 
     @hookimpl
     def setup(self, trainer: TrainerView, stage: str) -> None:
-        if self._guard is not None:
-            self._guard.setup(trainer, stage)
+        self._guard.setup(trainer, stage)
 
     @hookimpl
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._guard is not None:
-            self._guard.on_save_checkpoint(checkpoint)
+        self._guard.on_save_checkpoint(checkpoint)
 
     @hookimpl
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._guard is not None:
-            self._guard.on_load_checkpoint(checkpoint)
+        self._guard.on_load_checkpoint(checkpoint)
 
     @property
     def saved_on_exception(self) -> bool:
         """Whether the last fit ended with an exception and was saved."""
-        return self._guard is not None and self._guard.saved_on_exception
+        return self._guard.saved_on_exception
 
     @hookimpl
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
-        if self._guard is not None and not trainer.fast_dev_run:
+        if self.save_on_exception and not trainer.fast_dev_run:
             self._guard.on_exception(trainer, exception)
         self._vacate()
 
@@ -270,8 +271,7 @@ class ModelCheckpoint(Callback):
                 path = self._path_of_last(trainer) if trainer.is_global_zero else None
                 self.last_model_path = trainer.run.collectives.broadcast_object(path)
                 self._write(trainer, self.last_model_path)
-        if self._guard is not None:
-            self._guard.on_train_end()
+        self._guard.on_train_end()
 
     def _save_if_due(self, trainer: TrainerView) -> None:
         due = (trainer.current_epoch + 1) % (self.every_n_epochs or 1) == 0

@@ -92,8 +92,7 @@ class OwnCheckpoint(Callback):
     @hookimpl
     def setup(self, trainer: TrainerView, stage: str) -> None:
         self._resumes = stage == "fit"  # evaluating a checkpoint does not resume its run
-        if self._resumes and not trainer.global_step:
-            self._written = []  # by a run of another model
+        self._written = self._written if trainer.global_step else []  # by a run of another model
 
     @hookimpl
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
@@ -32,7 +33,6 @@ def begin_again(stack: Stack, module: Any) -> None:
 
 def _copied_state(plugin: Any) -> Any:
     """Return a copy of the state; None if the plugin has none before a fit begins, where it makes a new one."""
-    try:
+    with contextlib.suppress(Exception):  # a user's method may read what `on_fit_start` makes
         return copy.deepcopy(plugin.state_dict())
-    except Exception:  # noqa: BLE001 - code of the user's, which is asked for the first time when a checkpoint is saved
-        return None
+    return None

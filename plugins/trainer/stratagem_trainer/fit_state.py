@@ -101,9 +101,7 @@ class FitState:
     #: Makes the loaders of a fit, if they are not made yet.
     make_loaders: Callable[[], Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: See `TrainerView.configure_again`.
-    configure_again: Callable[[Any], None] | None = field(
-        init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None
-    )
+    configure_again: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
 
     #: Trains a batch in place of the run's `train_step`: see `TrainerView.train_in_parts`.
     train_batch: Callable[[Any, int, float, bool], Any] | None = field(

@@ -347,6 +347,7 @@ class Trainer(View):
         # The launch, the loops, evaluation and checkpoints are imported by the first call.
         from stratagem.runtime.launching import launch
         from stratagem_trainer import trainer_state
+        from stratagem_trainer.alternatives import tell_how_to_install
         from stratagem_trainer.first_states import begin_again
         from stratagem_trainer.request import StageRequest
 
@@ -391,6 +392,8 @@ class Trainer(View):
             state.status = "finished"
         except BaseException as error:
             state.status = "interrupted"
+            if isinstance(error, StratagemError):
+                tell_how_to_install(error)
             if isinstance(error, KeyboardInterrupt):
                 shorten_traceback(error)
             raise

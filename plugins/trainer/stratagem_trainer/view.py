@@ -277,7 +277,6 @@ class View(CallView):
 
     def configure_again(self, loader: Any = None) -> None:
         """Train with `loader`, if given, and call `configure_optimizers` again; see `TrainerView`."""
-        assert self._state.configure_again is not None, "known during a fit"
         self._state.configure_again(loader)
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
