@@ -365,6 +365,42 @@ def test_a_data_module_is_prepared_and_set_up():
     assert calls == ["prepare", "fit", "prepare", "test"]
 
 
+class Shared(Net):
+    """Two optimizers have the first layer."""
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), 1e-3), torch.optim.SGD(self.net[0].parameters(), 1e-3)]
+
+
+class SharedByHand(Shared):
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, 0))
+            optimizer.step()
+
+
+class Unreturned(Net):
+    def configure_optimizers(self):
+        used, unused = (torch.optim.SGD(self.parameters(), 1e-3) for _ in range(2))
+        return [used], [torch.optim.lr_scheduler.StepLR(unused, 1)]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(Shared, "SGD with 'net.0.weight', which is in an optimizer already"), (Unreturned, "that it did not return")],
+)
+def test_what_would_step_twice_or_schedule_nothing_is_refused(module, message):
+    with pytest.raises(ConfigError, match=message):
+        sg.Trainer(**QUIET, max_epochs=1).fit(module(), joined_batches(2, 4))
+
+
+def test_optimizers_that_the_module_steps_may_share_parameters():
+    sg.Trainer(**QUIET, max_epochs=1).fit(SharedByHand(), joined_batches(2, 4))
+
+
 def test_configure_model_builds_before_the_optimizer():
     class Late(Net):
         def __init__(self):

@@ -24,7 +24,7 @@ from stratagem_trainer.hyperparameters import logged_hyperparameters
 from stratagem_trainer.loops import TrainLoop
 from stratagem_trainer.metric_objects import gathered_once
 from stratagem_trainer.module import Module, build, overrides
-from stratagem_trainer.module_checks import check, check_optimizers
+from stratagem_trainer.module_checks import check, check_optimizers, check_schedulers
 from stratagem_trainer.optimizer_handle import OptimizerHandle
 from stratagem_trainer.optimizer_modes import check_modes, has_modes, in_mode, keep_training_weights, set_mode
 from stratagem_trainer.optimizers import read
@@ -190,6 +190,7 @@ class StageRunner:
             for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step
         check_optimizers(self.module, optimizers, self.run.stack)
+        check_schedulers(optimizers, self.run.lr_scheduler_configs)
         for optimizer in filter(has_modes, optimizers):
             keep_training_weights(optimizer, self.run)
         return optimizers
