@@ -417,6 +417,53 @@ def test_configure_model_builds_before_the_optimizer():
     assert trainer.global_step == 4
 
 
+class BuiltUnasked(Net):
+    """Builds its layers whether or not they exist."""
+
+    def configure_model(self):
+        self.net = Net().net
+
+    def test_step(self, batch):
+        self.log("off", sum((p.detach() - q).abs().sum() for p, q in zip(self.parameters(), Net().parameters())))
+
+
+class SetUpUnasked(BuiltUnasked):
+    def setup(self, stage):
+        super().configure_model()
+
+    def configure_model(self):
+        pass
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "fsdp"])
+def test_a_model_is_built_once(tmp_path, strategy):
+    module, options = BuiltUnasked(), {"strategy": strategy, "devices": 1, "max_epochs": 1}
+    trainer, batches = sg.Trainer(**QUIET, **options), joined_batches(2, 4)
+    trainer.validate(module, batches)
+    trainer.fit(module, batches)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    trained = trainer.test(module, batches)[0]["off"]
+    trainer.predict(module, batches)
+    second = sg.Trainer(**QUIET, **options)
+    again = second.test(module, batches)[0]["off"]
+    loaded = BuiltUnasked.load_from_checkpoint(tmp_path / "first.ckpt")
+    third = sg.Trainer(**QUIET, **options)
+
+    assert trained > 0
+    assert again == third.test(loaded, batches)[0]["off"] == pytest.approx(trained)
+
+
+def test_a_setup_that_replaces_trained_layers_is_refused_unless_a_checkpoint_has_them(tmp_path):
+    trainer, module, batches = sg.Trainer(**QUIET, max_epochs=1), SetUpUnasked(), joined_batches(2, 4)
+    trainer.validate(module, batches)
+    trainer.fit(module, batches)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+    with pytest.raises(ConfigError, match=r"setup\('test'\) replaced 6 parameters"):
+        trainer.test(module, batches)
+    assert trainer.test(module, batches, ckpt_path=tmp_path / "first.ckpt")[0]["off"] > 0
+
+
 def test_a_second_fit_goes_on_with_the_optimizer():
     batches = joined_batches(4, 8)
     model = Net()
