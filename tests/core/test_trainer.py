@@ -424,7 +424,9 @@ class BuiltUnasked(Net):
         self.net = Net().net
 
     def test_step(self, batch):
-        self.log("off", sum((p.detach() - q).abs().sum() for p, q in zip(self.parameters(), Net().parameters())))
+        self.log(
+            "off", sum((p.detach() - q).abs().sum() for p, q in zip(self.parameters(), Net().parameters(), strict=True))
+        )
 
 
 class SetUpUnasked(BuiltUnasked):
