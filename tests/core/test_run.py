@@ -58,6 +58,28 @@ def test_two_processes_equal_one(accumulate):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def _begun_earlier(rank, world_size, batches):
+    with sg.Run(strategy="fsdp", devices=world_size, accelerator="cpu") as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, momentum=0.9)
+        loss_of(model(batches[0][0]), batches[0][1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model, optimizer = run.setup(model, optimizer)
+        for batch in run.dataloader(part(batches[1:], rank, world_size)):
+            run.backward(loss_of(model(batch[0]), batch[1]))
+            run.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return {f"net.{name}": tensor.full_tensor() for name, tensor in model.state_dict().items()}
+
+
+def test_an_optimizer_keeps_the_state_that_it_had_before_setup():
+    batches = joined_batches(4, 16)
+    weights, _ = run_in_processes(_begun_earlier, 2, batches)
+
+    assert relative_difference(weights, train_plainly(batches)[0]) < 1e-6
+
+
 def test_precision_applies_to_the_call_alone():
     with sg.Run(precision="bf16-mixed", accelerator="cpu") as run:
         model = run.setup(net())

@@ -409,6 +409,42 @@ def test_a_data_module_is_prepared_and_set_up():
     assert calls == ["prepare", "fit", "prepare", "test"]
 
 
+class Shared(Net):
+    """Two optimizers have the first layer."""
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), 1e-3), torch.optim.SGD(self.net[0].parameters(), 1e-3)]
+
+
+class SharedByHand(Shared):
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, 0))
+            optimizer.step()
+
+
+class Unreturned(Net):
+    def configure_optimizers(self):
+        used, unused = (torch.optim.SGD(self.parameters(), 1e-3) for _ in range(2))
+        return [used], [torch.optim.lr_scheduler.StepLR(unused, 1)]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(Shared, "SGD with 'net.0.weight', which is in an optimizer already"), (Unreturned, "that it did not return")],
+)
+def test_what_would_step_twice_or_schedule_nothing_is_refused(module, message):
+    with pytest.raises(ConfigError, match=message):
+        sg.Trainer(**QUIET, max_epochs=1).fit(module(), joined_batches(2, 4))
+
+
+def test_optimizers_that_the_module_steps_may_share_parameters():
+    sg.Trainer(**QUIET, max_epochs=1).fit(SharedByHand(), joined_batches(2, 4))
+
+
 def test_configure_model_builds_before_the_optimizer():
     class Late(Net):
         def __init__(self):
@@ -423,6 +459,55 @@ def test_configure_model_builds_before_the_optimizer():
     trainer.fit(Late(), loader())
 
     assert trainer.global_step == 4
+
+
+class BuiltUnasked(Net):
+    """Builds its layers whether or not they exist."""
+
+    def configure_model(self):
+        self.net = Net().net
+
+    def test_step(self, batch):
+        self.log(
+            "off", sum((p.detach() - q).abs().sum() for p, q in zip(self.parameters(), Net().parameters(), strict=True))
+        )
+
+
+class SetUpUnasked(BuiltUnasked):
+    def setup(self, stage):
+        super().configure_model()
+
+    def configure_model(self):
+        pass
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "fsdp"])
+def test_a_model_is_built_once(tmp_path, strategy):
+    module, options = BuiltUnasked(), {"strategy": strategy, "devices": 1, "max_epochs": 1}
+    trainer, batches = sg.Trainer(**QUIET, **options), joined_batches(2, 4)
+    trainer.validate(module, batches)
+    trainer.fit(module, batches)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    trained = trainer.test(module, batches)[0]["off"]
+    trainer.predict(module, batches)
+    second = sg.Trainer(**QUIET, **options)
+    again = second.test(module, batches)[0]["off"]
+    loaded = BuiltUnasked.load_from_checkpoint(tmp_path / "first.ckpt")
+    third = sg.Trainer(**QUIET, **options)
+
+    assert trained > 0
+    assert again == third.test(loaded, batches)[0]["off"] == pytest.approx(trained)
+
+
+def test_a_setup_that_replaces_trained_layers_is_refused_unless_a_checkpoint_has_them(tmp_path):
+    trainer, module, batches = sg.Trainer(**QUIET, max_epochs=1), SetUpUnasked(), joined_batches(2, 4)
+    trainer.validate(module, batches)
+    trainer.fit(module, batches)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+    with pytest.raises(ConfigError, match=r"setup\('test'\) replaced 6 parameters"):
+        trainer.test(module, batches)
+    assert trainer.test(module, batches, ckpt_path=tmp_path / "first.ckpt")[0]["off"] > 0
 
 
 def test_a_second_fit_goes_on_with_the_optimizer():

@@ -9,10 +9,11 @@ from torch import nn
 from stratagem_testing import run_in_processes
 from stratagem_testing.attachments import (
     WAYS,
+    GroupsById,
     HookAfterAccumulation,
+    HookLater,
     HookOfInit,
     KeptInForward,
-    ListOfInit,
     train_each,
 )
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -67,7 +68,14 @@ class Missing(Net):
         return torch.optim.SGD([self.net[0].weight, *self.net[2].parameters()], 5e-3, 0.9)
 
 
-ALL = (*WAYS, RemovedHook, Subclass, Foreign, Missing)
+class Begun(GroupsById):
+    """Its optimizer makes its state at once."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(super().configure_optimizers().param_groups, 5e-3, initial_accumulator_value=0.3)
+
+
+ALL = (*WAYS, Begun, RemovedHook, Subclass, Foreign, Missing)
 
 
 FOREIGN = "configure_optimizers returned SGD with 2 of 8 parameters that are not of Foreign, the first of shape (5, 3)"
@@ -79,10 +87,10 @@ REFUSED = {
     "ddp": {}, "ddp_sharded": {}, "fsdp": {KeptInForward: STALE, Subclass: SUBCLASS},
     "shard": {KeptInForward: STALE, Subclass: SUBCLASS},
     "tensor": {
-        KeptInForward: STALE, Subclass: SUBCLASS, HookOfInit: HOOKED, RemovedHook: HOOKED, HookAfterAccumulation: HOOKED,
+        KeptInForward: STALE, Subclass: SUBCLASS, HookOfInit: HOOKED, HookLater: HOOKED, HookAfterAccumulation: HOOKED,
     },
     "pipeline": {HookAfterAccumulation: "accumulates 2 micro-batches in each batch"},
-    "deepspeed_stage_3": {ListOfInit: "parameter group 0 of SGD has no trainable parameter"},
+    "deepspeed_stage_3": {},
 }  # fmt: skip
 
 

@@ -82,3 +82,13 @@ def test_without_a_logger_it_would_do_nothing():
     trainer = sg.Trainer(max_epochs=1, callbacks=LearningRateMonitor(), logger=False, **QUIET)
     with pytest.raises(ConfigError, match="learning_rate_monitor has no logger to log to"):
         trainer.fit(Net(), joined_batches(2, 8))
+
+
+def test_two_groups_of_one_name_are_refused(tmp_path):
+    class Twins(Net):
+        def configure_optimizers(self):
+            parameters = list(self.parameters())
+            return torch.optim.SGD([{"params": [each], "name": "twin", "lr": 1e-3} for each in parameters[:2]])
+
+    with pytest.raises(ConfigError, match="would log two parameter groups as 'lr-SGD/twin'"):
+        rows(tmp_path, Twins(), "lr-SGD/twin")

@@ -14,6 +14,7 @@ import stratagem as sg
 from programs import scripts
 from stratagem.api import Mesh, hookimpl
 from stratagem.api.layout import AxisMessages, Layout, RankLayout, Slot, Timeline
+from stratagem_devtools.mesh_text import mesh_lines
 from stratagem_report.pictures import MeshPicture, TimelinePicture
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches
@@ -44,7 +45,7 @@ LAYOUT = Layout(
 
 
 def test_the_mesh_as_text():
-    lines = LAYOUT.lines()
+    lines = mesh_lines(LAYOUT)
 
     assert lines[0] == "mesh: pipeline 2 x tensor 2, 4 ranks"
     assert "  rank 3 (pipeline 1, tensor 1): layers.1; 4.0 KiB of parameters" in lines

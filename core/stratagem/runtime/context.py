@@ -13,6 +13,7 @@ import torch
 
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
 from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Plugin, Strategy
+from stratagem.api.named_state import logical_optimizer_state
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, Timeouts, World
 from stratagem.checkpoint.background_save import Saver
@@ -22,11 +23,12 @@ from stratagem.distributed.default_group import note_groups
 from stratagem.distributed.early_errors import watch
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
+from stratagem.runtime import state_io
 from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers, split_readers
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
-from stratagem.runtime.parameter_names import named_parameters, point_at
+from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
 from stratagem.runtime.parted import Parted
 from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
@@ -340,25 +342,33 @@ class Context:
         optimizers_from: str = "configure_optimizers",
     ) -> None:  # fmt: skip
         """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
-        self.module, self.stage = module, stage
+        self.module, self.stage, make = module, stage, make_optimizers or list
         check_replaced(module, self.stack, stage)
         parts = parts_of(module, self.stack)
-        with named_parameters(module):  # a precision may replace parameters that an optimizer was made of
-            self.hooks.hook.prepare_module(module=module, run=self)
-        note_replaced(module, self.stack, parts)
-        if not self.shards_parameters and any(parameter.is_meta for parameter in module.parameters()):
-            self.materializer(module).fill(module)
-        if self.world_size > 1:
-            separate_elements(module)
-        self.reducer_is_due = True
-        self.bucket_reducers = []
         with named_parameters(module):
+            self.hooks.hook.prepare_module(module=module, run=self)  # a precision may replace layers
+            note_replaced(module, self.stack, parts)
+            fills = not self.shards_parameters and any(parameter.is_meta for parameter in module.parameters())
+            # Made of the parameters that users know, before others take their place.
+            early = fills or self.shards_parameters or not self.owns_loop
+            made = make() if early else []
+            if fills:
+                self.materializer(module).fill(module)
+            if self.world_size > 1:
+                separate_elements(module)
+            self.reducer_is_due, self.bucket_reducers = True, []
             self.model = self.hooks.ask("wrap_model", module=StepModule(module))
-            self.made_optimizers = made = [] if make_optimizers is None else make_optimizers()
-            point_at(module, made, optimizers_from, self.title_of(self.strategy), warns=self.is_global_zero)
-        self.optimizers = []
-        if make_optimizers is not None:
+            if not early or begun_on_meta(made):
+                made, early = make(), False
+            each_once = self.owns_loop and not self.manual
+            point_at(module, made, optimizers_from, self.title_of(self.strategy), each_once, self.is_global_zero)
+        begun = early and any(getattr(each, "state", None) for each in made)
+        states = [logical_optimizer_state(each, module) for each in made] if begun else []
+        self.made_optimizers, self.optimizers = made, []
+        if make_optimizers:
             self.optimizers = list(self.hooks.ask("wrap_optimizers", optimizers=made, module=self.model))
+        if begun:
+            state_io.load_optimizers(self, states, self.optimizers, module, path=optimizers_from)
         note_groups()
         if self.shards_parameters and self.world_size > 1 and self.is_global_zero:
             Parted(self.title_of(self.strategy)).watch(module)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from stratagem.api.named_state import parameter_names
 from stratagem.api.parameters import NAME
 from stratagem.errors import ConfigError, PluginError
 
@@ -27,34 +28,62 @@ def named_parameters(module: nn.Module) -> Iterator[None]:
             parameter.__dict__.pop(NAME, None)
 
 
-def point_at(module: nn.Module, optimizers: list[Optimizer], where: str, strategy: str, warns: bool) -> None:
+def point_at(
+    module: nn.Module, optimizers: list[Optimizer], where: str, strategy: str, each_once: bool, warns: bool
+) -> None:
     """Let `optimizers` step the parameters of `module` that took the place of those that they were made of.
 
     Args:
         where: what made them, for messages.
         strategy: what replaced parameters, for messages.
+        each_once: all of them step at the same time, so that each parameter belongs in one of them.
         warns: say which trainable parameters no optimizer steps.
 
     Raises:
-        ConfigError: an optimizer has parameters that are not the module's.
+        ConfigError: an optimizer has parameters that are not the module's, or one twice.
     """
-    current = dict(module.named_parameters())
-    ids = {id(parameter) for parameter in current.values()}
+    current, names = dict(module.named_parameters()), parameter_names(module)
+    every: set[str] = set()
     for optimizer in optimizers:
-        foreign = []
+        taken = every if each_once else set()
         for group in optimizer.param_groups:
-            if not all(id(p) in ids for p in group["params"]):
-                group["params"] = [p if id(p) in ids else _now(p, current, strategy) for p in group["params"]]
-                foreign += [p for p in group["params"] if id(p) not in ids]
-        if foreign:
+            for number, parameter in enumerate(group["params"]):  # in place: an optimizer may keep the list
+                if id(parameter) not in names:
+                    group["params"][number] = now = _now(parameter, current, strategy)
+                    if (state := getattr(optimizer, "state", {}).pop(parameter, None)) is not None:
+                        optimizer.state[now] = state
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        title = f"{where} returned {type(optimizer).__name__} with"
+        if foreign := [p for p in stepped if id(p) not in names]:
             raise ConfigError(
-                f"{where} returned {type(optimizer).__name__} with {len(foreign)} of {_count(optimizer)} parameters "
-                f"that are not of {type(module).__name__}, the first of shape {tuple(foreign[0].shape)}",
+                f"{title} {len(foreign)} of {len(stepped)} parameters that are not of {type(module).__name__}, the "
+                f"first of shape {tuple(foreign[0].shape)}",
                 expected="parameters of the module that is trained",
                 do="make what has them an attribute of the module",
             )
-    if warns and optimizers:
-        _tell_missing(current, optimizers)
+        for name in (names[id(p)] for p in stepped):
+            if name in taken:
+                raise ConfigError(
+                    f"{title} {name!r}, which is in an optimizer already",
+                    expected="each parameter once in all groups and optimizers",
+                    do="leave it out of one; look up what was kept in __init__, as in self.layer.parameters()",
+                )
+            taken.add(name)
+        every |= taken
+    trained = [name for name, parameter in current.items() if parameter.requires_grad]
+    missing = [name for name in trained if name not in every]
+    if warns and optimizers and missing:
+        some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        warnings.warn(
+            f"no optimizer steps {len(missing)} of {len(trained)} trainable parameters: {some}; "
+            "if that is meant, set their requires_grad to False",
+            stacklevel=2,
+        )
+
+
+def begun_on_meta(optimizers: list[Optimizer]) -> bool:
+    """Whether one of `optimizers` has made state of parameters that have no values yet."""
+    return any(parameter.is_meta for optimizer in optimizers for parameter in getattr(optimizer, "state", ()))
 
 
 def _now(parameter: Any, current: dict[str, nn.Parameter], strategy: str) -> Any:
@@ -68,20 +97,3 @@ def _now(parameter: Any, current: dict[str, nn.Parameter], strategy: str) -> Any
             do="make the optimizer in Module.configure_optimizers, and tell the strategy's author",
         )  # fmt: skip
     return current[name]
-
-
-def _tell_missing(current: dict[str, nn.Parameter], optimizers: list[Optimizer]) -> None:
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    trained = [name for name, parameter in current.items() if parameter.requires_grad]
-    missing = [name for name in trained if id(current[name]) not in stepped]
-    if missing:
-        some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        warnings.warn(
-            f"no optimizer steps {len(missing)} of {len(trained)} trainable parameters: {some}; "
-            "if that is meant, set their requires_grad to False",
-            stacklevel=2,
-        )
-
-
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from attrs import define, field
 
 from stratagem.api import hookimpl
+from stratagem.errors import ConfigError
 from stratagem_callbacks.logged_metrics import check_has_logger, is_due, log
 from stratagem_trainer.api import Callback
 
@@ -41,7 +42,13 @@ class LearningRateMonitor(Callback):
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         check_has_logger(trainer, "learning_rate_monitor")
-        self._used, self._last_step = dict(self._values(trainer)), -1
+        values = list(self._values(trainer))
+        self._used, self._last_step = dict(values), -1
+        if twice := [name for index, (name, _) in enumerate(values) if name in dict(values[:index])]:
+            raise ConfigError(
+                f"learning_rate_monitor would log two parameter groups as {twice[0]!r}",
+                expected="groups of an optimizer with different names", do="change the name of one, or give it none",
+            )  # fmt: skip
 
     @hookimpl
     def on_train_epoch_start(self, trainer: TrainerView) -> None:

@@ -50,6 +50,19 @@ class ListOfInit(Net):
         )
 
 
+class GroupsById(Net):
+    """Knows since the constructor by ``id`` which parameters have another rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = list(self.net.get_submodule("0").parameters())
+        self.ids = {id(p) for p in self.slow}
+
+    def configure_optimizers(self) -> Any:
+        rest = [p for p in self.parameters() if id(p) not in self.ids]
+        return _sgd([{"params": self.slow, "lr": 5e-4}, {"params": rest}])
+
+
 class HookOfInit(Net):
     """Changes a gradient as it is computed."""
 
@@ -137,8 +150,8 @@ class KeptInForward(Net):
 
 
 WAYS: tuple[type[Net], ...] = (
-    OptimizerOfInit, ListOfInit, HookOfInit, HookLater, HookAfterAccumulation, Attributes, AttributeInForward,
-    KeptInForward,
+    OptimizerOfInit, ListOfInit, GroupsById, HookOfInit, HookLater, HookAfterAccumulation, Attributes,
+    AttributeInForward, KeptInForward,
 )  # fmt: skip
 
 

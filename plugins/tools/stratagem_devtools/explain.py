@@ -14,6 +14,7 @@ from stratagem import Command
 from stratagem.api.options import option_types
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError, shown
+from stratagem_devtools.mesh_text import mesh_lines
 
 if TYPE_CHECKING:
     from stratagem.api.layout import Layout
@@ -87,7 +88,7 @@ class Explain(Command):
         if form == "json":
             run.print(json.dumps(run.describe() | ({"layout": layout.as_dict()} if layout else {}), indent=2))
         else:
-            run.print("\n".join([cls.text(run.describe()), *(layout.lines() if layout else [])]))
+            run.print("\n".join([cls.text(run.describe()), *(mesh_lines(layout) if layout else [])]))
 
 
 def unread_arguments(stack: Stack, settings: RunSettings, words: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stratagem_trainer.api.metric_values import ReduceFx
+
+
+#: Attribute of a module that has built its layers: whether they were trained since.
+BUILT: Final = "_built"
 
 
 class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
@@ -75,7 +79,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
     def configure_model(self) -> None:
         """Build layers after the processes have started, under the strategy's and precision's contexts.
 
-        Called at the start of fit, validate, test and predict: build only what does not exist yet.
+        Called once, at the start of the first fit, validate, test or predict, or by `load_from_checkpoint`.
         """
 
     def configure_sharded_model(self) -> None:
@@ -322,11 +326,13 @@ def overrides(owner: Any, method: str, base: type[Any] = Module) -> bool:
 
 
 def build(module: Any) -> None:
-    """Have `module` build what does not exist yet.
+    """Have `module` build its layers; a later stage, a second fit or another Trainer uses those that were built.
 
     Raises:
         ConfigError: it defines `configure_model` and `configure_sharded_model`.
     """
+    if BUILT in module.__dict__:
+        return
     if overrides(module, "configure_sharded_model"):
         if overrides(module, "configure_model"):
             raise ConfigError(
@@ -335,6 +341,7 @@ def build(module: Any) -> None:
             )  # fmt: skip
         module.configure_sharded_model()
     module.configure_model()
+    module.__dict__[BUILT] = False
 
 
 def _missing(module: Module, method: str, stage: str) -> ConfigError:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.stack.plugins import Stack
+    from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
 
 
 #: The arguments of methods of a module and a data module that are not events, in order.
@@ -121,6 +122,25 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         _check_arguments(datamodule, DATA_CALLED_WITH, DataModule)
     if stage == "fit":
         _check_strategy(module, stack)
+
+
+def check_schedulers(optimizers: Sequence[Optimizer], configs: Sequence[LRSchedulerConfig]) -> None:
+    """Refuse a scheduler that sets the learning rates of none of the `optimizers`.
+
+    Raises:
+        ConfigError: its optimizer was not returned by `configure_optimizers`.
+    """
+    groups = [id(group) for optimizer in optimizers for group in optimizer.param_groups]
+    for config in configs:
+        own = getattr(config.scheduler, "optimizer", None)
+        # An optimizer that wraps another one has the same groups.
+        if own is not None and not any(id(group) in groups for group in own.param_groups):
+            raise ConfigError(
+                f"configure_optimizers returned {type(config.scheduler).__name__} of an optimizer "
+                f"({type(own).__name__}) that it did not return",
+                expected="schedulers of the optimizers that it returns",
+                do="return that optimizer, too, or make the scheduler of one that is returned",
+            )
 
 
 def check_optimizers(module: Module, optimizers: Sequence[Optimizer], stack: Stack) -> None:

@@ -23,8 +23,8 @@ from stratagem_trainer.evaluation import evaluate
 from stratagem_trainer.hyperparameters import logged_hyperparameters
 from stratagem_trainer.loops import TrainLoop
 from stratagem_trainer.metric_objects import gathered_once
-from stratagem_trainer.module import Module, build, overrides
-from stratagem_trainer.module_checks import check, check_optimizers
+from stratagem_trainer.module import BUILT, Module, build, overrides
+from stratagem_trainer.module_checks import check, check_optimizers, check_schedulers
 from stratagem_trainer.optimizer_handle import OptimizerHandle
 from stratagem_trainer.optimizer_modes import check_modes, has_modes, in_mode, keep_training_weights, set_mode
 from stratagem_trainer.optimizers import read
@@ -115,9 +115,27 @@ class StageRunner:
         if self.request.datamodule is not None and _defines(self.request.datamodule, "setup"):
             self.request.datamodule.setup(self.request.stage)
         run.hooks.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.request.stage, run=run)
+        # Parameters that must not be lost: trained ones, and those that a strategy has sharded.
+        matter = self.module.__dict__.get(BUILT, False) or (run.shards_parameters and BUILT in self.module.__dict__)
+        before = dict(self.module.named_parameters()) if matter else {}
         self.module.setup(self.request.stage)
         with run.init_context(empty=run.shards_parameters):
             build(self.module)
+        self._check_kept(before)
+
+    def _check_kept(self, before: dict[str, torch.nn.Parameter]) -> None:
+        """Refuse a `setup` that replaced parameters of `before`, unless a checkpoint has the values of all."""
+        now = dict(self.module.named_parameters())
+        lost = [name for name, each in before.items() if each.requires_grad and now.get(name, each) is not each]
+        if lost and (self.request.ckpt_path is None or self.run.shards_parameters):
+            raise ConfigError(
+                f"{type(self.module).__name__}.setup({self.request.stage!r}) replaced {len(lost)} parameters of the "
+                f"model that an earlier call trained or prepared, the first {lost[0]!r}",
+                expected="layers that are built once",
+                do="build them in configure_model, which is called once, or let setup return where they exist",
+            )
+        if lost:
+            self.run.model = None  # it is wrapped again
 
     # --- Fit -----------------------------------------------------------------------------------------------------
 
@@ -128,6 +146,7 @@ class StageRunner:
         state.loaders, state.make_loaders = {}, self._make_fit_loaders
         import_dynamo()
         run.prepare(self.module, self._make_optimizers)
+        self.module.__dict__[BUILT] = True
         check_modes(run)
         state.optimizer_mode = "eval"
         self._make_fit_loaders()
@@ -190,6 +209,7 @@ class StageRunner:
             for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step
         check_optimizers(self.module, optimizers, self.run.stack)
+        check_schedulers(optimizers, self.run.lr_scheduler_configs)
         for optimizer in filter(has_modes, optimizers):
             keep_training_weights(optimizer, self.run)
         return optimizers

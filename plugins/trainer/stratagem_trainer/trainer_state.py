@@ -37,7 +37,7 @@ from stratagem.stack.identity import warn_of_differences
 from stratagem_trainer.api import has_role
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.hyperparameters import stored_hyperparameters
-from stratagem_trainer.module import build, overrides
+from stratagem_trainer.module import BUILT, build, overrides
 from stratagem_trainer.optimizer_modes import forget_training_weights, set_mode
 from stratagem_trainer.progress import LIGHTNING_VERSION
 from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
@@ -401,6 +401,7 @@ class WorkerResult:
         fit.published, fit.logged = self.published, self.logged
         fit.outcome = self.outcome
         if "loop" in self.state:
+            fit.module.__dict__[BUILT] = True
             fit.position.load_state_dict(self.state["loop"])
             fit.position.epoch_random_state = None
             restore_plugins(fit, self.state)
