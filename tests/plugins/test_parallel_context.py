@@ -187,6 +187,7 @@ def _losses(rank, world_size):
         (F.cross_entropy, {"label_smoothing": 0.1, "ignore_index": 3}),
         (F.cross_entropy, {"reduction": "sum"}),
         (F.nll_loss, {"weight": weight}),
+        (F.cross_entropy, {"size_average": True}),
     ):
         usable = targets if options.get("ignore_index") is None else targets.clamp(min=0)
         inputs = scores if loss is F.cross_entropy else scores.log_softmax(1)
@@ -195,13 +196,22 @@ def _losses(rank, world_size):
         mean = over.all_reduce(own, "mean")
         expected = loss(inputs, usable, **options) / (world_size if "reduction" in options else 1)
         found.append(float(mean - expected))
+    given = scores, torch.eye(5, dtype=torch.float64), targets
+    mine = scores[6 * rank : 6 * rank + 6], given[1], targets[6 * rank : 6 * rank + 6]
+    if hasattr(F, "linear_cross_entropy"):
+        for options in ({}, {"options": torch.nn.LinearCrossEntropyOptions()}):
+            mean = over.all_reduce(MeanOverAllTargets(F.linear_cross_entropy, over)(*mine, **options), "mean")
+            found.append(float(mean - F.linear_cross_entropy(*given, **options)))
+    for loss in (F.mse_loss, F.l1_loss):
+        mean = over.all_reduce(MeanOverAllTargets(loss, over)(mine[0], 0 * mine[0], weight=mine[0].exp()), "mean")
+        found.append(float(mean - loss(scores, 0 * scores, weight=scores.exp())))
     return found
 
 
 @pytest.mark.slow
 def test_means_count_the_targets_of_all_ranks():
     for found in run_in_processes(_losses, 2):
-        assert len(found) == 5
+        assert len(found) >= 8
         assert max(map(abs, found)) < 1e-12
 
 

@@ -20,6 +20,7 @@ from stratagem_parallel.context.functions import Replacements
 from stratagem_parallel.context.losses import MeanOverAllTargets, mean_per_rank
 from stratagem_parallel.exchange import gather
 from stratagem_parallel.same_batches import weighted_sum
+from stratagem_parallel.target_numbers import LOSSES, divisor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,7 @@ class ContextAxis:
         self._checked: set[str] = set()
         self._compared: set[str] = set()
         self.attention = SequenceAttention(F.scaled_dot_product_attention, over, method)
-        self.losses = [MeanOverAllTargets(loss, over) for loss in (F.cross_entropy, F.nll_loss)]
+        self.losses = [MeanOverAllTargets(loss, over) for loss in LOSSES]
         for loss in self.losses:
             loss.is_active = lambda: self.is_running
         self.attention.is_active = lambda: self.is_running
@@ -286,15 +287,17 @@ def context_offset(length: int) -> int:
 
 @torch._disable_dynamo
 def context_mean(total: Tensor, count: Tensor) -> Tensor:
-    """Return ``total / count`` such that the mean over ranks is the mean over whole sequences. Collective.
+    """Return ``total / count`` such that the mean over parts of a batch is the mean over the whole. Collective.
 
-    For a loss that leaves out some positions: `total` is the sum over those of this rank that count, `count` their
-    number. Without `context` it is ``total / count``.
+    For a loss that leaves out some positions or samples: `total` is the sum over those of this part that count, `count`
+    their number. Parts are those of `context`, and the micro-batches of `pipeline`. Otherwise it is ``total / count``.
     """
-    if not _running:
-        return total / count
-    _running[-1].knows_sums = True
-    return total / mean_per_rank(count, _running[-1].over)
+    count = torch.as_tensor(count, device=total.device)
+    if _running:
+        _running[-1].knows_sums = True
+        count = mean_per_rank(count, _running[-1].over)
+    mean = total / divisor(count)
+    return mean.to(total.dtype) if total.is_floating_point() else mean
 
 
 @torch._disable_dynamo

@@ -329,16 +329,15 @@ class _TrainingStep:
         return self.pipeline.cut.bind(*called.arguments, **called.options)
 
     def count_targets(self, form: Form) -> None:
-        """Count the targets of each micro-batch; `form` is that of the last stage's output."""
+        """Have the targets of each micro-batch counted; `form` is that of the last stage's output."""
 
         def step(microbatch: int) -> None:
             output = zeros_of(form, self.pipeline.runner.device)
-            with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
+            with unchanged([self.pipeline.user]), MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
                 self.interception.answered(lambda: self._training_step(microbatch), output)
+            torch.clear_autocast_cache()  # of weights without gradients
 
-        with torch.no_grad(), unchanged([self.pipeline.user]):
-            self.pipeline.targets.count(step, len(self.parts))
-        torch.clear_autocast_cache()  # of weights without gradients
+        self.pipeline.targets.begin(step, len(self.parts))
 
     def loss_of(self, microbatch: int, output: Any) -> torch.Tensor:
         """Return the loss to differentiate for the `output` of the last stage."""
@@ -366,6 +365,7 @@ class _TrainingStep:
         """Return the mean loss, what was logged, and the rest of the outputs, on the rank of the last stage."""
         if not self.losses:
             return None, [], None
+        self.pipeline.targets.check(logs=any(log.entries for log in self.logs))
         loss = torch.stack([each.reshape(()) for each in self.losses]).mean()
         entries = combined([log.entries for log in self.logs], [1.0] * len(self.logs))
         return loss, entries, merge(self.extras, [1.0] * len(self.extras)) if self.extras else None
