@@ -705,7 +705,7 @@ def test_validation_uses_layers_outside_of_the_stages_on_all_ranks():
 
 
 def _other_samples(rank, world_size):
-    return outcome(lambda: _trainer().fit(Net(), joined_batches(2, 24, seed=rank)))
+    return outcome(lambda: _trainer().fit(Net(), [*joined_batches(1, 24), *joined_batches(1, 24, seed=rank)]))
 
 
 def test_different_samples_on_two_stages_are_refused():

@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
+from stratagem_parallel.same_batches import is_due
 from stratagem_parallel.target_numbers import LOSSES, changed, divisor_of, mean_over_targets
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class TargetCounts:
         Raises:
             ConfigError: a number depends on the output of the layers, or a loss is a mean of means.
         """
-        reads = not self._steps & (self._steps - 1)
+        reads = is_due(self._steps)
         if self._weighed and reads:
             numbers, counted = zip(*self._weighed, strict=True)
             for found, known in zip(self.among.values(torch.stack(numbers), counted), counted, strict=True):
