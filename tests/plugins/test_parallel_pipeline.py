@@ -641,6 +641,39 @@ def test_other_means_of_means_are_named_or_refused():
         _weighed(lambda x, y, m: F.cross_entropy(x, y) + (F.nll_loss(x, y) if m.sum() > 1 else 0.0))
 
 
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.by
+
+
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = nn.Sequential(Scale(), *self.net, Scale()), Scale()
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.scale(self(batch[0])), batch[1])
+
+
+def _scaled(rank, world_size):
+    trainer = _trainer()
+    trainer.fit(Scaled(), joined_batches(4, 24))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+def test_parameters_without_dimensions_are_trained_in_all_stages_and_outside():
+    plain, _ = train_module_plainly(Scaled(), joined_batches(4, 24))
+    for weights in run_in_processes(_scaled, 2):
+        assert relative_difference(weights, plain) < 1e-6
+
+
 class InPlace(Net):
     """The second stage begins with an operation in place, whose result depends on how often it is computed."""
 
@@ -710,7 +743,7 @@ def _other_samples(rank, world_size):
 
 def test_different_samples_on_two_stages_are_refused():
     for found in run_in_processes(_other_samples, 2):
-        assert "refused: stages 0 and 1 of the pipeline got different batches" in found
+        assert "refused: ranks that share samples got different batches (batch 2 of stage 'train')" in found
 
 
 def _other_order(rank, world_size):
@@ -723,7 +756,8 @@ def _other_order(rank, world_size):
 @pytest.mark.slow
 def test_another_order_or_another_size_on_two_stages_is_refused():
     for found in run_in_processes(_other_order, 2):
-        assert all("refused: stages 0 and 1 of the pipeline got different batches" in each for each in found)
+        assert "refused: ranks that share samples got different batches (batch 1 of stage 'train')" in found[0]
+        assert "refused: stages 0 and 1 of the pipeline got different batches" in found[1]
 
 
 class TakesMapping(Net):

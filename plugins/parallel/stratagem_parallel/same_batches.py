@@ -35,7 +35,7 @@ class SameBatches:
         if not are_equal(fingerprint(batch), self.over):
             raise ConfigError(
                 f"ranks that share samples got different batches (batch {number} of stage {run.stage!r})",
-                expected="the same samples on all ranks of the axis tensor",
+                expected="the same samples on all ranks of the axes pipeline, context and tensor",
                 do="call stratagem.seed_everything() first, and make random samples and augmentations of the index and "
                 "the epoch; a loader with its own sampler shards by run.mesh.data_shard",
             )

@@ -20,7 +20,7 @@ from stratagem_parallel.context.batch import part_of, tensors_of, tensors_to_cut
 from stratagem_parallel.context.functions import Replacements
 from stratagem_parallel.context.losses import MeanOverAllTargets, mean_per_rank
 from stratagem_parallel.exchange import gather
-from stratagem_parallel.same_batches import is_due, weighted_sum
+from stratagem_parallel.same_batches import is_due
 from stratagem_parallel.target_numbers import LOSSES, divisor
 
 if TYPE_CHECKING:
@@ -127,10 +127,8 @@ class ContextAxis:
         cut = tensors_to_cut(batch, self.dim, self.names, self.over.world_size)
         self._batches[run.stage] += 1
         number = self._batches[run.stage]
-        if is_due(number):
-            self._check_same(cut, run)
-            if self._batches.total() == 1:
-                self._announce(batch, cut, run)
+        if self._batches.total() == 1:
+            self._announce(batch, cut, run)
         shape = next(iter(cut.values())).shape
         self.length, self.samples = shape[self.dim] // self.over.world_size, math.prod(shape[: self.dim])
         compares = self.checks and not run.environment.simulated  # values
@@ -193,22 +191,6 @@ class ContextAxis:
             f"strategy.parallel.context: {self.over.world_size} parts along dimension {self.dim} of {shown(cut)}"
             + (f"; not cut: {shown(whole)}" if whole else "")
         )
-
-    def _check_same(self, cut: dict[str, Tensor], run: RunContext) -> None:
-        """Refuse ranks that would compute parts of different batches. Collective."""
-        facts = [
-            (name, tuple(tensor.shape), str(tensor.dtype), self.over.values(weighted_sum(tensor), 0.0))
-            for name, tensor in cut.items()
-        ]
-        found = self.over.all_gather_object(facts)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise ConfigError(
-                    f"ranks 0 and {rank} of one strategy.parallel.context read different batches in stage {run.stage}",
-                    expected="the same batch on both, of which each computes a part",
-                    do="call stratagem.seed_everything() first, and draw random samples and augmentations from torch's "
-                    "generator; a loader with its own sampler shards by run.mesh.data_shard",
-                )
 
     # --- The step ------------------------------------------------------------------------------------------------
 

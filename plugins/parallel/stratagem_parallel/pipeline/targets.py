@@ -70,7 +70,7 @@ class TargetCounts:
         counted: list[list[Tensor]] = []
         try:
             for index in range(microbatches):
-                with torch.no_grad(), _Counting() as counting, changed(counting.divisor):
+                with torch.no_grad(), _Losses(self, None) as counting, changed(counting.divisor):
                     step(index)
                 counted.append(counting.numbers)
         except Exception:  # noqa: BLE001 - a loss that zeros do not suit; the step itself raises its own errors
@@ -86,7 +86,7 @@ class TargetCounts:
     @contextmanager
     def weighing(self, microbatch: int) -> Iterator[None]:
         """Within: losses of `microbatch` are weighed."""
-        with _Weighing(self, microbatch) as mode, changed(mode.divisor):
+        with _Losses(self, microbatch) as mode, changed(mode.divisor):
             yield
         self._divisors.append(mode.divisors)
 
@@ -171,66 +171,40 @@ class TargetCounts:
 
 
 class _Losses(TorchFunctionMode):
-    """Changes means over targets.
+    """Divides means over targets by the mean number of a micro-batch; counts the targets where `microbatch` is None.
 
     Under `context` losses are computed by other functions, which ask for the `divisor`.
     """
+
+    def __init__(self, counts: TargetCounts, microbatch: int | None) -> None:
+        super().__init__()
+        self.counts, self.microbatch = counts, microbatch
+        self.numbers: list[Tensor] = []
+        self.divisors: list[tuple[Tensor | float, bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.l1_loss and (weight := sys._getframe(2).f_locals.get("weight")) is not None:
             kwargs = kwargs | {"weight": weight}  # torch leaves it out
         if func in LOSSES and (found := mean_over_targets(func, args, kwargs)) is not None:
-            return self.mean(lambda: func(*args, **kwargs), *found)
+            number, total = found
+            mean = self._mean(number)
+            if self.microbatch is None:
+                return torch.zeros((), device=number.device)
+            return func(*args, **kwargs) if mean is None else total() / mean
         result = func(*args, **kwargs)
-        self.see(func, args, kwargs, result)
+        if not self.counts.is_counting and (divisor := divisor_of(func, args, kwargs, result)) is not None:
+            self.divisors.append((divisor, result.requires_grad))
         return result
-
-    def mean(self, compute: Callable[[], Tensor], number: Tensor, total: Callable[[], Tensor]) -> Tensor:
-        """Return a mean over `number` targets, which `compute` returns; `total` returns the sum."""
-        raise NotImplementedError
 
     def divisor(self, number: Tensor) -> Tensor:
         """Return what a sum over `number` targets is divided by."""
-        raise NotImplementedError
-
-    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Look at what another function returned."""
-
-
-class _Counting(_Losses):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[Tensor] = []
-
-    def mean(self, compute: Callable[[], Tensor], number: Tensor, total: Callable[[], Tensor]) -> Tensor:
-        self.numbers.append(number.double())
-        return torch.zeros((), device=number.device)
-
-    def divisor(self, number: Tensor) -> Tensor:
-        self.numbers.append(number.double())
-        return number
-
-
-class _Weighing(_Losses):
-    def __init__(self, counts: TargetCounts, microbatch: int) -> None:
-        super().__init__()
-        self.counts, self.microbatch, self.calls = counts, microbatch, 0
-        self.divisors: list[tuple[Tensor | float, bool]] = []
-
-    def mean(self, compute: Callable[[], Tensor], number: Tensor, total: Callable[[], Tensor]) -> Tensor:
         mean = self._mean(number)
-        return compute() if mean is None else total() / mean
-
-    def divisor(self, number: Tensor) -> Tensor:
-        mean = None if self.counts.is_counting else self._mean(number)
         return number if mean is None else torch.full_like(number, mean, dtype=torch.double)
 
-    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if not self.counts.is_counting and (divisor := divisor_of(func, args, kwargs, result)) is not None:
-            self.divisors.append((divisor, result.requires_grad))
-
     def _mean(self, number: Tensor) -> float | None:
-        mean = self.counts.mean_of_call(self.microbatch, self.calls, number)
-        self.calls += 1
-        return mean
+        if self.counts.is_counting and self.microbatch is not None:  # counting began within this micro-batch
+            return None
+        self.numbers.append(number.double())
+        call = len(self.numbers) - 1
+        return None if self.microbatch is None else self.counts.mean_of_call(self.microbatch, call, number)
