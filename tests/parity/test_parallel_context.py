@@ -218,6 +218,51 @@ def test_metrics_of_parts_are_those_of_the_whole_or_named(stage):
     assert not nothing, "rank 0 says it"
 
 
+class Rare(GPT):
+    """Logs an accuracy that is 0 in the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def validation_step(self, batch, batch_idx):
+        scores, targets = self(batch[0]), batch[1]
+        self.steps += 1  # undone where it is compared
+        counted = targets != -100
+        right = counted & (targets % 3 == 0) & (self.steps > 1) & torch.isfinite(scores).all(-1)
+        self.log("rare", right.sum() / counted.sum(), sync_dist=True)
+        self.log("right", context_mean(right.sum(), counted.sum()), sync_dist=True)
+
+
+def _believe(rank, world_size):
+    """Return the warnings: with different numbers of targets in the first batch, from the second on, and at the end."""
+    found = []
+    some, late = sequences(ignores=True, steps=2), [sequences(ignores=False)[0], *sequences(ignores=True, steps=1)]
+    tokens, targets = (torch.cat([each] * 9, 1) for each in late[0])
+    long = tokens, targets.where(torch.arange(9 * LENGTH) < 136, -100)
+    for batches in (some[:1], late, [long, long]):
+        trainer = sg.Trainer(strategy={"name": "parallel", "context": 2}, devices=world_size, **QUIET)
+        module = Rare()
+        module.positions = nn.Embedding(9 * LENGTH, WIDTH)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.validate(module, batches)
+        found.append([str(each.message) for each in caught if "differs between parts" in str(each.message)])
+    return found
+
+
+@pytest.mark.slow
+def test_a_metric_that_is_equal_by_chance_is_not_believed():
+    (uneven, late, end), _ = run_in_processes(_believe, 2)
+    (text,) = uneven
+    assert "a quotient (divided by" in text  # both are 0
+    (text,) = late
+    assert "rare (" in text
+    assert "right (" not in text
+    (text,) = end  # the first positions have targets everywhere
+    assert "rare (" in text
+
+
 def _evaluate_by_hand(rank, world_size):
     run = sg.Run(strategy={"name": "parallel", "context": 2}, devices=world_size, accelerator="cpu")
     model = run.setup(nn.Sequential(GPT()))

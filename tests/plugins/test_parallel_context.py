@@ -187,6 +187,7 @@ def _losses(rank, world_size):
         (F.cross_entropy, {"label_smoothing": 0.1, "ignore_index": 3}),
         (F.cross_entropy, {"reduction": "sum"}),
         (F.nll_loss, {"weight": weight}),
+        (F.cross_entropy, {"size_average": True}),
     ):
         usable = targets if options.get("ignore_index") is None else targets.clamp(min=0)
         inputs = scores if loss is F.cross_entropy else scores.log_softmax(1)
@@ -195,13 +196,22 @@ def _losses(rank, world_size):
         mean = over.all_reduce(own, "mean")
         expected = loss(inputs, usable, **options) / (world_size if "reduction" in options else 1)
         found.append(float(mean - expected))
+    given = scores, torch.eye(5, dtype=torch.float64), targets
+    mine = scores[6 * rank : 6 * rank + 6], given[1], targets[6 * rank : 6 * rank + 6]
+    if hasattr(F, "linear_cross_entropy"):
+        for options in ({}, {"options": torch.nn.LinearCrossEntropyOptions()}):
+            mean = over.all_reduce(MeanOverAllTargets(F.linear_cross_entropy, over)(*mine, **options), "mean")
+            found.append(float(mean - F.linear_cross_entropy(*given, **options)))
+    for loss in (F.mse_loss, F.l1_loss):
+        mean = over.all_reduce(MeanOverAllTargets(loss, over)(mine[0], 0 * mine[0], weight=mine[0].exp()), "mean")
+        found.append(float(mean - loss(scores, 0 * scores, weight=scores.exp())))
     return found
 
 
 @pytest.mark.slow
 def test_means_count_the_targets_of_all_ranks():
     for found in run_in_processes(_losses, 2):
-        assert len(found) == 5
+        assert len(found) >= 8
         assert max(map(abs, found)) < 1e-12
 
 
@@ -507,7 +517,8 @@ def test_methods_have_names():
 
 def _different_data(rank, world_size):
     trainer = sg.Trainer(strategy={"name": "parallel", "context": 2}, devices=world_size, **QUIET)
-    data = [(torch.full((4, LENGTH), 3 + rank), torch.ones(4, LENGTH, dtype=torch.long))]
+    first = torch.full((4, LENGTH), 3), torch.ones(4, LENGTH, dtype=torch.long)
+    data = [first, (first[0] + rank, first[1])]  # the first batch is the same by chance
     return outcome(lambda: trainer.fit(Attending(None), data))
 
 
@@ -515,7 +526,7 @@ def _different_data(rank, world_size):
 def test_ranks_that_read_different_batches_are_refused():
     first, second = run_in_processes(_different_data, 2)
     assert first == second
-    assert "read different batches" in first
+    assert "got different batches (batch 2 of stage 'train')" in first
 
 
 class Importing(Encoder):
@@ -567,7 +578,7 @@ def test_the_loss_of_a_cut_vocabulary_is_computed_from_its_parts():
     strategy = {"name": "parallel", "tensor": 2, "context": 2, "plan": plan}
     ((expected, _),) = run_in_processes(_vocabulary, 1, "auto")
     for weights, calls in run_in_processes(_vocabulary, 4, strategy):
-        assert calls == 4 + 2  # two before the first step, which compare parts with the whole
+        assert calls == 4 + 6  # two before steps 1, 2 and 4, which compare parts with the whole
         for name, tensor in expected.items():
             assert torch.allclose(weights[name], tensor, rtol=1e-5, atol=1e-6), name
 

@@ -11,15 +11,17 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from stratagem.api import Collectives
 from stratagem.api.seeding import seeded
 from stratagem.callbacks import EMA
 from stratagem.errors import ConfigError
 from stratagem_microbatches import batch_size, merge, split
-from stratagem_parallel import ParallelStrategy
+from stratagem_parallel import ParallelStrategy, context_mean
 from stratagem_parallel.pipeline.balance import cut_evenly, sizes_of_stages
 from stratagem_parallel.pipeline.pipeline import equal_sizes
 from stratagem_parallel.pipeline.runner import unchanged
 from stratagem_parallel.pipeline.schedules import SCHEDULES, actions, check_counts, schedule_named
+from stratagem_parallel.pipeline.targets import TargetCounts
 from stratagem_parallel.pipeline.timeline import timeline
 from stratagem_parallel.unchanged.tracing import cut_at
 from stratagem_testing import run_in_processes
@@ -490,6 +492,9 @@ def test_backward_runs_outside_of_autocast(options):
         assert relative_difference(weights, module.state_dict()) < 1e-6
 
 
+FUSED = hasattr(F, "linear_cross_entropy")
+
+
 class Ignores(Net):
     """Different numbers of targets are ignored in each micro-batch, and the step counts them."""
 
@@ -508,7 +513,12 @@ class Ignores(Net):
         targets = torch.where(x[:, 1] > 0.3 + y[:, 0].sign(), (x[:, 0] > 0).long() + 1, -100)
         output = self(x)
         mean = self.weigh(output, targets.clamp(min=0), self.weights)
-        return 4 * self.loss(output, targets) + mean + F.mse_loss(output[:, :1], y)
+        fused = F.linear_cross_entropy(output, self.weights.diag(), targets) if FUSED else 0.0
+        counts = targets != -100
+        own = context_mean((output.square().sum(1) * counts).sum(), counts.sum())
+        weighted = F.l1_loss(output[:, :1], y, weight=x[:, 2:3].abs())
+        late = F.nll_loss(output, targets) if batch_idx else 0.0  # the first step has none
+        return 4 * self.loss(output, targets) + mean + F.mse_loss(output[:, :1], y) + fused + own + weighted + late
 
 
 def _ignores(rank, world_size, options):
@@ -526,14 +536,142 @@ def _ignores(rank, world_size, options):
 def test_a_mean_over_targets_counts_those_of_the_whole_batch(options):
     module = Ignores()
     optimizer = module.configure_optimizers()
-    for batch in joined_batches(4, 24):
-        module.training_step(batch, 0).backward()
+    for index, batch in enumerate(joined_batches(4, 24)):
+        module.training_step(batch, index).backward()
         optimizer.step()
         optimizer.zero_grad()
     for weights in run_in_processes(_ignores, 2, options):
         for name, value in module.named_parameters():
             assert torch.allclose(weights[name], value, rtol=1e-5, atol=1e-7)
         assert weights["steps"] in (0, 16)
+
+
+def _chunked(x, y, m):
+    options = nn.LinearCrossEntropyOptions(allow_retain_graph=True)
+    return F.linear_cross_entropy(x, torch.eye(4), y, options=options)
+
+
+def _only_where_some_are(x, y, m):
+    return F.cross_entropy(x[m], y[m]) if m.any() else 0 * x.sum()
+
+
+def _mean_of_first(row, number):
+    return row[: 1 + number].sum() * (1 / (1 + number))
+
+
+#: Of outputs (N, 4), targets of which some are -100, and a mask: means of whole batches, also over micro-batches.
+WHOLE = {
+    "legacy arguments": lambda x, y, m: F.cross_entropy(x, y, size_average=True),
+    "legacy position": lambda x, y, m: F.nll_loss(x, y, None, None, -100, None, "mean"),
+    "weights": lambda x, y, m: F.cross_entropy(x, y, torch.arange(1.0, 5.0)),
+    "those of a mask": lambda x, y, m: F.cross_entropy(x[m], y[m].clamp(min=0)),
+    "where some are": _only_where_some_are,
+    "weighted squares": lambda x, y, m: F.mse_loss(x, 0 * x, weight=m[:, None].expand(x.shape) * 2.5),
+    "weighted distances": lambda x, y, m: F.l1_loss(x, 0 * x, weight=m[:, None].expand(x.shape) * 2.5),
+    "weighted elements": lambda x, y, m: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), m[:, None] * 1.0),
+    "context_mean": lambda x, y, m: context_mean(x[m].square().sum(), m.sum()),
+    "context_mean of a number": lambda x, y, m: context_mean(x[m].square().sum(), len(x[m])),
+    "a mean in each sample": lambda x, y, m: sum(map(_mean_of_first, x, m * 1)) / len(x),
+    "a sum over samples": lambda x, y, m: F.mse_loss(x, x.detach() + 1, reduction="sum") / len(x),
+}  # fmt: skip
+if FUSED:
+    WHOLE["fused"] = lambda x, y, m: F.linear_cross_entropy(x, torch.eye(4), y)
+    WHOLE["fused, in chunks"] = _chunked
+    WHOLE["fused, no default"] = lambda x, y, m: F.linear_cross_entropy(x, torch.eye(4), y, ignore_index=1)
+#: Means of means: nothing says what is counted.
+OF_MEANS = {
+    "a quotient": lambda x, y, m: (x.square().sum(1) * m).sum() / m.sum(),
+    "a quotient of a number": lambda x, y, m: torch.div(x[m].sum(), len(x[m])),
+    "the items in a batch": lambda x, y, m: F.cross_entropy(x, y, reduction="sum") / (y != -100).sum(),
+    "a mean of some": lambda x, y, m: x[m].square().mean(),
+    "a mean over some": lambda x, y, m: x[m].square().mean(0).sum(),
+    "squares of some": lambda x, y, m: F.mse_loss(input=x[m], target=0 * x[m]),
+    "divided by what varies": lambda x, y, m: x.square().sum() / x.detach().std(),
+}
+
+
+def _weighed(loss, *, plainly=False):
+    """Return the loss and the gradient of four micro-batches, as the last stage of a pipeline computes them."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 4, generator=generator, requires_grad=True)
+    y, keeps = torch.randint(4, (24,), generator=generator), torch.rand(24, generator=generator) > 0.4
+    keeps[:6] = False
+    keeps[0] = loss is not _only_where_some_are
+    y = y.where(keeps, -100)
+    if loss is WHOLE.get("fused, no default"):
+        y = y.clamp(min=0)
+    if plainly:
+        total = loss(x, y, keeps)
+    else:
+        parts = list(zip(x.split(6), y.split(6), keeps.split(6), strict=True))
+        counts, losses = TargetCounts(Collectives()), []
+        counts.begin(lambda index: loss(torch.zeros(6, 4), *parts[index][1:]), 4)
+        for index, part in enumerate(parts):
+            with counts.weighing(index):
+                losses.append(loss(*part))
+        counts.check(logs=True)
+        total = sum(losses) / 4
+    total.backward()
+    return total.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+def test_a_mean_over_micro_batches_is_that_of_the_whole_batch(name):
+    for found, expected in zip(_weighed(WHOLE[name]), _weighed(WHOLE[name], plainly=True), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OF_MEANS)
+def test_a_mean_of_the_means_of_micro_batches_is_refused(name):
+    with pytest.raises(ConfigError, match="in one micro-batch and by .* in another.* this is a mean of means"):
+        _weighed(OF_MEANS[name])
+
+
+def test_other_means_of_means_are_named_or_refused():
+    def measured(x, y, m):
+        accuracy = (x.argmax(1) == y)[m].sum() / m.sum()
+        return x.square().mean() + 0 * accuracy
+
+    with pytest.warns(UserWarning, match="what it logs is averaged over the micro-batches"):
+        _weighed(measured)
+    with pytest.raises(ConfigError, match="targets that are not ignored, and 6 with zeros"):  # pseudo-labels
+        _weighed(lambda x, y, m: F.cross_entropy(x, x.argmax(1).where(x[:, 0] < 0.2, -100)))
+    with pytest.raises(ConfigError, match="computes 1 losses over targets for one micro-batch and 2 for another"):
+        _weighed(lambda x, y, m: F.cross_entropy(x, y) + (F.nll_loss(x, y) if m.sum() > 1 else 0.0))
+
+
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.by
+
+
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = nn.Sequential(Scale(), *self.net, Scale()), Scale()
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.scale(self(batch[0])), batch[1])
+
+
+def _scaled(rank, world_size):
+    trainer = _trainer()
+    trainer.fit(Scaled(), joined_batches(4, 24))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+def test_parameters_without_dimensions_are_trained_in_all_stages_and_outside():
+    plain, _ = train_module_plainly(Scaled(), joined_batches(4, 24))
+    for weights in run_in_processes(_scaled, 2):
+        assert relative_difference(weights, plain) < 1e-6
 
 
 class InPlace(Net):
@@ -600,12 +738,12 @@ def test_validation_uses_layers_outside_of_the_stages_on_all_ranks():
 
 
 def _other_samples(rank, world_size):
-    return outcome(lambda: _trainer().fit(Net(), joined_batches(2, 24, seed=rank)))
+    return outcome(lambda: _trainer().fit(Net(), [*joined_batches(1, 24), *joined_batches(1, 24, seed=rank)]))
 
 
 def test_different_samples_on_two_stages_are_refused():
     for found in run_in_processes(_other_samples, 2):
-        assert "refused: stages 0 and 1 of the pipeline got different batches" in found
+        assert "refused: ranks that share samples got different batches (batch 2 of stage 'train')" in found
 
 
 def _other_order(rank, world_size):
@@ -618,7 +756,8 @@ def _other_order(rank, world_size):
 @pytest.mark.slow
 def test_another_order_or_another_size_on_two_stages_is_refused():
     for found in run_in_processes(_other_order, 2):
-        assert all("refused: stages 0 and 1 of the pipeline got different batches" in each for each in found)
+        assert "refused: ranks that share samples got different batches (batch 1 of stage 'train')" in found[0]
+        assert "refused: stages 0 and 1 of the pipeline got different batches" in found[1]
 
 
 class TakesMapping(Net):

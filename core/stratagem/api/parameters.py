@@ -48,7 +48,7 @@ def take_place(new: nn.Parameter, old: nn.Parameter) -> None:
         if getattr(old, hooks):
             setattr(new, hooks, getattr(old, hooks))
     if type(old) is nn.Parameter:
-        old.data = old.data.new_empty(1).expand(old.shape)
+        old.data = old.data.new_empty(()).expand(old.shape)
         old.__class__ = _Replaced
 
 

@@ -108,7 +108,7 @@ class ParallelOptions(ProcessGroupStrategy):
     #: How attention over the parts is computed: each rank with some of the heads ("ulysses"), or with all keys and
     #: values ("all_gather"); "auto" is "ulysses" where the heads divide.
     context_method: str = field(default="auto", validator=_is_method, metadata={"example": "ulysses"})
-    #: Whether the first step of each stage is checked for operations that need whole sequences.
+    #: Whether steps 1, 2, 4, 8 ... of each stage are checked for operations that need whole sequences.
     context_checks: bool = True
     #: With `shard`, what becomes a unit that is gathered as one: as `auto_wrap_policy` of `fsdp`.
     auto_wrap_policy: Any = None

@@ -30,15 +30,20 @@ class SameBatches:
         """
         self._seen[run.stage] += 1
         number = self._seen[run.stage]
-        if number & (number - 1):
+        if not is_due(number):
             return
         if not are_equal(fingerprint(batch), self.over):
             raise ConfigError(
                 f"ranks that share samples got different batches (batch {number} of stage {run.stage!r})",
-                expected="the same samples on all ranks of the axis tensor",
+                expected="the same samples on all ranks of the axes pipeline, context and tensor",
                 do="call stratagem.seed_everything() first, and make random samples and augmentations of the index and "
                 "the epoch; a loader with its own sampler shards by run.mesh.data_shard",
             )
+
+
+def is_due(number: int) -> bool:
+    """Return whether batch `number`, from 1, is one of 1, 2, 4, 8 and so on: a single check can pass by chance."""
+    return not number & (number - 1)
 
 
 def fingerprint(batch: Any) -> torch.Tensor:

@@ -97,7 +97,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
             over, method = self._groups.over("context"), self.context_method
             self._context = ContextAxis(over, self.context_dim, self.context_tensors, method, self.context_checks)
 
-        sharing = self._groups.over("tensor")  # the other axes compare their batches themselves
+        sharing = self._groups.over("pipeline", "context", "tensor")
         self._same_batches = SameBatches(sharing) if sharing.world_size > 1 else None
 
     @property

@@ -1,15 +1,67 @@
-"""What means over targets are divided by, where a rank sees only some of the targets."""
+"""Means over a number of targets that parts of a batch may have differently: which they are, and their divisors.
+
+[Note: divisors]
+The loss of a step is the mean over parts: ranks of `context`, micro-batches of `pipeline`. That is the mean over all
+targets only if each part has as many; so the sum over a part is divided by the mean number of targets of one. Losses
+of torch that count targets are known here for both axes. Other divisors can only be compared: see `divisor_of`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import _reduction
+from torch.nn import functional as F  # noqa: N812
 
+#: Losses whose mean is divided by a number of targets or by weights, with the names of their arguments.
+LOSSES: dict[Callable[..., Tensor], tuple[str, ...]] = {
+    loss: tuple(inspect.signature(loss).parameters)
+    for name in ("cross_entropy", "nll_loss", "linear_cross_entropy", "mse_loss", "l1_loss")
+    if (loss := getattr(F, name, None)) is not None
+}
+_ELEMENTWISE = (F.mse_loss, F.l1_loss)
+#: Other functions whose result is a mean over all that they are given, besides those of which the name ends in "_loss".
+_MEANS = {"mean", "cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__"}
 #: Those that run, the last innermost.
 _changes: list[Callable[[Tensor], Tensor]] = []
+
+
+def reduction_of(loss: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Return what a call of one of `LOSSES` does with the losses of all targets: "mean", "sum" or "none"."""
+    given = dict(zip(LOSSES[loss], args, strict=False)) | options
+    if given.get("size_average") is None and given.get("reduce") is None:
+        return str(given.get("reduction", "mean"))
+    return _reduction.legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
+
+
+def mean_over_targets(
+    loss: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Tensor, Callable[[], Tensor]] | None:
+    """Return the divisor of a call of one of `LOSSES`, and what computes its sum.
+
+    None if the call returns no mean, or one over as many numbers as it is given.
+    """
+    if reduction_of(loss, args, options) != "mean":
+        return None
+    given = dict(zip(LOSSES[loss], args, strict=False)) | options
+    given = {name: value for name, value in given.items() if name not in ("size_average", "reduce", "reduction")}
+    weight, target = given.get("weight"), given["target"]
+    if loss in _ELEMENTWISE:
+        if weight is None or weight.shape != given["input"].shape:
+            return None
+        del given["weight"]
+        return weight.sum(), lambda: (loss(**given, reduction="none") * weight).sum()
+    if target.is_floating_point():
+        return None
+    ignored = given.get("ignore_index")
+    number = number_of(target, weight, -100 if ignored is None else ignored)
+    return number, lambda: loss(**given, reduction="sum")
 
 
 def number_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -18,6 +70,23 @@ def number_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tenso
     if weight is None:
         return counts.sum()
     return torch.where(counts, weight[target.where(counts, 0)], 0).sum()
+
+
+def divisor_of(function: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> Tensor | float | None:
+    """Return by what `function` divided a sum to get `result`, if it is a mean or a quotient of numbers; else None.
+
+    A mean over a number that differs between parts of a batch is not the mean of the means of parts.
+    """
+    name = getattr(function, "__name__", "")
+    if name in _QUOTIENTS:
+        total, divisor = (*args, *options.values())[:2]
+        of_numbers = isinstance(total, Tensor) and total.dim() == 0 and result.dim() == 0
+        is_constant = not isinstance(divisor, Tensor) or not divisor.requires_grad
+        return divisor if of_numbers and is_constant else None
+    if not (name in _MEANS or name.endswith("_loss")) or options.get("reduction", "mean") not in ("mean", "batchmean"):
+        return None
+    given = next(each for each in (*args, *options.values()) if isinstance(each, Tensor))
+    return given.numel() / result.numel() if isinstance(result, Tensor) and result.numel() else None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from stratagem_parallel.context.batch import part_of, tensors_of, tensors_to_cut
 from stratagem_parallel.context.functions import Replacements
 from stratagem_parallel.context.losses import MeanOverAllTargets, mean_per_rank
 from stratagem_parallel.exchange import gather
-from stratagem_parallel.same_batches import weighted_sum
+from stratagem_parallel.same_batches import is_due
+from stratagem_parallel.target_numbers import LOSSES, divisor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 _running: list[ContextAxis] = []
 
 
-#: What is called in each stage whose first batch is compared.
+#: What is called in each stage of which batches are compared.
 _METHODS = {"train": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
@@ -41,7 +43,7 @@ class ContextAxis:
         dim: the dimension of a batch's tensors that is cut.
         names: of the tensors that are cut; None is all that have the dimension.
         method: how attention is computed.
-        checks: whether the first step of each stage is checked for what would be wrong on a part of a sequence.
+        checks: whether steps 1, 2, 4, 8 ... of each stage are checked for what would be wrong on a part of a sequence.
     """
 
     def __init__(self, over: Collectives, dim: int, names: tuple[str, ...] | None, method: str, checks: bool) -> None:
@@ -50,11 +52,10 @@ class ContextAxis:
         self.length = 0
         #: Samples of the present batch.
         self.samples = 0
-        #: Stages whose first step was checked.
-        self._checked: set[str] = set()
-        self._compared: set[str] = set()
+        #: Batches of each stage that were cut, and steps.
+        self._batches, self._steps = Counter[str](), Counter[str]()
         self.attention = SequenceAttention(F.scaled_dot_product_attention, over, method)
-        self.losses = [MeanOverAllTargets(loss, over) for loss in (F.cross_entropy, F.nll_loss)]
+        self.losses = [MeanOverAllTargets(loss, over) for loss in LOSSES]
         for loss in self.losses:
             loss.is_active = lambda: self.is_running
         self.attention.is_active = lambda: self.is_running
@@ -70,8 +71,10 @@ class ContextAxis:
         self.knows_sums = False
         #: The step that runs uses `local_attention`: it is another computation than that of whole sequences.
         self.is_local = False
-        #: The first positions of the first batch of each stage, whole and this rank's part; None once compared.
-        self._first: dict[str, tuple[Any, Any, int] | None] = {}
+        #: Some positions of a batch of each stage, whole and this rank's part, which are to be compared.
+        self._short: dict[str, tuple[Any, Any, int]] = {}
+        #: What differs and was named: metrics; and the methods that cannot be compared.
+        self._named: set[str] = set()
         #: The error of that comparison: raised after the step, whose checks may know the operation.
         self._difference: ConfigError | None = None
 
@@ -80,7 +83,7 @@ class ContextAxis:
     def prepare(self, step_module: nn.Module, run: RunContext) -> None:
         """Have predictions gathered and models of Hugging Face called as parts of sequences need it."""
         self.close()
-        self._checked, self._compared, self._first = set(), set(), {}
+        self._batches, self._steps, self._short, self._named = Counter(), Counter(), {}, set()
         self._module, self._models = step_module, on_demand.sequences().HuggingFaceModels(step_module, self)
         self._handles = [step_module.register_forward_hook(self._gather_predictions)]
 
@@ -122,31 +125,31 @@ class ContextAxis:
     def cut(self, batch: Any, run: RunContext) -> Any:
         """Return this rank's part of `batch`."""
         cut = tensors_to_cut(batch, self.dim, self.names, self.over.world_size)
-        if run.stage not in self._compared:
-            self._compared.add(run.stage)
-            self._check_same(cut, run)
-            if len(self._compared) == 1:
-                self._announce(batch, cut, run)
+        self._batches[run.stage] += 1
+        number = self._batches[run.stage]
+        if self._batches.total() == 1:
+            self._announce(batch, cut, run)
         shape = next(iter(cut.values())).shape
         self.length, self.samples = shape[self.dim] // self.over.world_size, math.prod(shape[: self.dim])
         compares = self.checks and not run.environment.simulated  # values
-        if compares and run.stage in _METHODS and run.stage not in self._first:
-            self._first[run.stage] = self._beginning(batch, cut)
+        if compares and run.stage in _METHODS and is_due(number):
+            self._short[run.stage] = self._some(batch, cut, last=number.bit_length() % 2 == 0)
         return part_of(batch, cut, self.dim, self.over.rank, self.over.world_size)
 
-    def _beginning(self, batch: Any, cut: dict[str, Tensor]) -> tuple[Any, Any, int]:
-        """Return the first positions of `batch`, this rank's part of them, and the length of a part."""
+    def _some(self, batch: Any, cut: dict[str, Tensor], *, last: bool) -> tuple[Any, Any, int]:
+        """Return the first or the `last` positions of `batch`, this rank's part of them, and the length of a part."""
         length, size = min(self.length, on_demand.sequences().POSITIONS), self.over.world_size
-        first = {name: tensor.narrow(self.dim, 0, length * size) for name, tensor in cut.items()}
-        return part_of(batch, first, self.dim, 0, 1), part_of(batch, first, self.dim, self.over.rank, size), length
+        start = (self.length - length) * size if last else 0
+        some = {name: tensor.narrow(self.dim, start, length * size) for name, tensor in cut.items()}
+        return part_of(batch, some, self.dim, 0, 1), part_of(batch, some, self.dim, self.over.rank, size), length
 
     def compare(self, user: nn.Module, stage: str, batch_idx: int, run: RunContext) -> None:
-        """Compare parts and whole sequences before the first step of a stage: [Note: the comparison]. Collective."""
-        first = self._first.get(stage)
-        if first is None:
+        """Compare parts and whole sequences before some steps of a stage: [Note: the comparison]. Collective."""
+        short = self._short.pop(stage, None)
+        method, before = _METHODS.get(stage, ""), (self.length, self.is_local)
+        if short is None or method in self._named:
             return
-        (whole, part, length), self._first[stage] = first, None
-        method, before = _METHODS[stage], (self.length, self.is_local)
+        whole, part, length = short
 
         def step(batch: Any) -> Any:
             if stage == "train":
@@ -164,7 +167,7 @@ class ContextAxis:
         try:
             self.length, self.is_local = length, False
             self._difference = on_demand.sequences().difference(
-                user, self.over, of_whole, of_parts, run, method, wanted=lambda: not self.is_local
+                user, self.over, of_whole, of_parts, run, method, self._named, wanted=lambda: not self.is_local
             )
         finally:
             self.length, self.is_local = before
@@ -189,22 +192,6 @@ class ContextAxis:
             + (f"; not cut: {shown(whole)}" if whole else "")
         )
 
-    def _check_same(self, cut: dict[str, Tensor], run: RunContext) -> None:
-        """Refuse ranks that would compute parts of different batches. Collective."""
-        facts = [
-            (name, tuple(tensor.shape), str(tensor.dtype), self.over.values(weighted_sum(tensor), 0.0))
-            for name, tensor in cut.items()
-        ]
-        found = self.over.all_gather_object(facts)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise ConfigError(
-                    f"ranks 0 and {rank} of one strategy.parallel.context read different batches in stage {run.stage}",
-                    expected="the same batch on both, of which each computes a part",
-                    do="call stratagem.seed_everything() first, and draw random samples and augmentations from torch's "
-                    "generator; a loader with its own sampler shards by run.mesh.data_shard",
-                )
-
     # --- The step ------------------------------------------------------------------------------------------------
 
     @property
@@ -224,8 +211,8 @@ class ContextAxis:
             stack.enter_context(self.computing())
             if stage == "train":
                 stack.enter_context(own_random_numbers(self.over.rank, run.device))
-            if self.checks and stage not in self._checked and self.length:
-                self._checked.add(stage)
+            self._steps[stage] += 1
+            if self.checks and is_due(self._steps[stage]) and self.length:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(on_demand.sequences().PositionChecks(self).checking())
             if stage != "train" and run.module is not None:
@@ -286,15 +273,17 @@ def context_offset(length: int) -> int:
 
 @torch._disable_dynamo
 def context_mean(total: Tensor, count: Tensor) -> Tensor:
-    """Return ``total / count`` such that the mean over ranks is the mean over whole sequences. Collective.
+    """Return ``total / count`` such that the mean over parts of a batch is the mean over the whole. Collective.
 
-    For a loss that leaves out some positions: `total` is the sum over those of this rank that count, `count` their
-    number. Without `context` it is ``total / count``.
+    For a loss that leaves out some positions or samples: `total` is the sum over those of this part that count, `count`
+    their number. Parts are those of `context`, and the micro-batches of `pipeline`. Otherwise it is ``total / count``.
     """
-    if not _running:
-        return total / count
-    _running[-1].knows_sums = True
-    return total / mean_per_rank(count, _running[-1].over)
+    count = torch.as_tensor(count, device=total.device)
+    if _running:
+        _running[-1].knows_sums = True
+        count = mean_per_rank(count, _running[-1].over)
+    mean = total / divisor(count)
+    return mean.to(total.dtype) if total.is_floating_point() else mean
 
 
 @torch._disable_dynamo

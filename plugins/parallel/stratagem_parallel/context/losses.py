@@ -1,8 +1,4 @@
-"""Means over the targets of whole sequences, where each rank has a part and some targets are ignored.
-
-The loss of a step is the mean over the ranks. That is the mean over all targets only if every rank has as many; so the
-sum on a rank is divided by the mean number of targets of a rank.
-"""
+"""Means over the targets of whole sequences, where each rank has a part: see [Note: divisors] in `target_numbers`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stratagem_parallel.target_numbers import divisor, number_of
+from stratagem_parallel.target_numbers import divisor, mean_over_targets, reduction_of
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
@@ -24,10 +20,10 @@ def mean_per_rank(count: Tensor, over: Collectives) -> Tensor:
 
 
 class MeanOverAllTargets:
-    """Replaces ``cross_entropy`` or ``nll_loss``, whose signatures it has: means count the targets of all ranks.
+    """Replaces a loss that counts targets, whose arguments it takes: means count the targets of all ranks.
 
     Args:
-        loss: torch's function.
+        loss: one of `target_numbers.LOSSES`.
     """
 
     def __init__(self, loss: Callable[..., Tensor], over: Collectives) -> None:
@@ -39,18 +35,16 @@ class MeanOverAllTargets:
         self.is_inside = False
 
     @torch._disable_dynamo  # a compiled step calls it as it is
-    def __call__(
-        self, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,  # noqa: A002
-        ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", **options: Any,
-    ) -> Tensor:  # fmt: skip
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
         if not self.is_active():
-            return self.loss(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
+            return self.loss(*args, **options)
         # torch calls this object a second time, for the sum, where a mode looks at functions
-        before, self.is_inside = self.is_inside, self.is_inside or (reduction != "sum" and size_average is not False)
+        before, self.is_inside = self.is_inside, self.is_inside or reduction_of(self.loss, args, options) != "sum"
         try:
-            if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
-                return self.loss(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
-            total = self.loss(input, target, weight, ignore_index=ignore_index, reduction="sum", **options)
-            return total / divisor(mean_per_rank(number_of(target, weight, ignore_index), self.over)).to(total.dtype)
+            found = mean_over_targets(self.loss, args, options)
+            if found is None:
+                return self.loss(*args, **options)
+            number, total = found[0], found[1]()
+            return total / divisor(mean_per_rank(number, self.over)).to(total.dtype)
         finally:
             self.is_inside = before

@@ -74,14 +74,14 @@ class Interception:
 
     def answered(self, step: Callable[[], Any], output: Any) -> Any:
         """Return what `step` returns when the module's call in it returns `output`."""
-        self._answer = [output]
+        before, self._answer = self._answer, [output]
         try:
             result = step()
             if self._answer:
                 raise self._not_called()
             return result
         finally:
-            self._answer = None
+            self._answer = before
 
     def _not_called(self) -> ConfigError:
         return ConfigError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
-from stratagem_microbatches import batch_size, combined, merge, split, tensors_of
+from stratagem_microbatches import batch_size, combined, merge, split
 from stratagem_parallel import on_demand
 from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.gradients import settle
@@ -27,7 +27,7 @@ from stratagem_parallel.pipeline.runner import StageRunner, signature
 from stratagem_parallel.pipeline.schedules import check_counts, number_of_stages, rank_of_stage, schedule_named
 from stratagem_parallel.pipeline.stages import Cut, cut_sequence, pipelined_sequence
 from stratagem_parallel.pipeline.targets import TargetCounts
-from stratagem_parallel.same_batches import weighted_sum
+from stratagem_parallel.same_batches import is_due
 from stratagem_process_group.comparison import are_equal
 from stratagem_sharding.param_groups import computed_parameters
 from stratagem_sharding.shards import local
@@ -63,7 +63,7 @@ class Pipeline:
         #: Tells what other ranks would, in a plan.
         self.outline: Outline | None = None
         self.used: dict[str, frozenset[int]] = {}
-        self._is_checked = False
+        self._batches = 0
         self.held: dict[str, frozenset[int]] = {}
 
     # --- The model -----------------------------------------------------------------------------------------------
@@ -216,9 +216,10 @@ class Pipeline:
         runner.seed = seed_of(getattr(self.user, "current_epoch", 0), batch_idx)
         step = _TrainingStep(self, parts, batch_idx, divisor)
         key = "train", signature(parts[0])
-        if not self._is_checked:
+        self._batches += 1
+        if is_due(self._batches):
             self._check_hooks()
-        self._check_same_batch(batch, key)
+        self._check_same_shapes(key)
         forms = runner.learn_forms(key, lambda: step.capture(0))
         if self.has_loss:
             step.count_targets(forms[-1])
@@ -231,7 +232,6 @@ class Pipeline:
 
     def _check_hooks(self) -> None:
         """Refuse hooks that would be called with a part of the batch's gradient, once for each micro-batch."""
-        self._is_checked = True
         for name, parameter in self.user.named_parameters():
             hooks = (parameter._post_accumulate_grad_hooks or {}).values()
             of_others = [each for each in hooks if not str(each.__module__).startswith("stratagem_parallel.")]
@@ -242,14 +242,9 @@ class Pipeline:
                     expected="a hook that is called once for each batch", do="use on_before_optimizer_step",
                 )  # fmt: skip
 
-    def _check_same_batch(self, batch: Any, key: Any) -> None:
-        """Refuse different batches on the ranks of a pipeline: inputs would not belong to targets. Collective.
-
-        Values are compared in the first step and for new shapes, shapes in all steps: messages depend on them.
-        """
-        known = self.runner.knows(key)
-        facts = [] if known else [self.among.values(weighted_sum(each), 0.0) for each in tensors_of(batch)]
-        number = zlib.crc32(str((key, known, facts)).encode())
+    def _check_same_shapes(self, key: Any) -> None:
+        """Refuse batches of other shapes on the ranks of a pipeline: messages depend on them. Collective."""
+        number = zlib.crc32(str((key, self.runner.knows(key))).encode())
         if are_equal(torch.tensor(number), self.among):
             return
         found = self.among.all_gather_object(number)
@@ -329,16 +324,15 @@ class _TrainingStep:
         return self.pipeline.cut.bind(*called.arguments, **called.options)
 
     def count_targets(self, form: Form) -> None:
-        """Count the targets of each micro-batch; `form` is that of the last stage's output."""
+        """Have the targets of each micro-batch counted; `form` is that of the last stage's output."""
 
         def step(microbatch: int) -> None:
             output = zeros_of(form, self.pipeline.runner.device)
-            with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
+            with unchanged([self.pipeline.user]), MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
                 self.interception.answered(lambda: self._training_step(microbatch), output)
+            torch.clear_autocast_cache()  # of weights without gradients
 
-        with torch.no_grad(), unchanged([self.pipeline.user]):
-            self.pipeline.targets.count(step, len(self.parts))
-        torch.clear_autocast_cache()  # of weights without gradients
+        self.pipeline.targets.begin(step, len(self.parts))
 
     def loss_of(self, microbatch: int, output: Any) -> torch.Tensor:
         """Return the loss to differentiate for the `output` of the last stage."""
@@ -366,6 +360,7 @@ class _TrainingStep:
         """Return the mean loss, what was logged, and the rest of the outputs, on the rank of the last stage."""
         if not self.losses:
             return None, [], None
+        self.pipeline.targets.check(logs=any(log.entries for log in self.logs))
         loss = torch.stack([each.reshape(()) for each in self.losses]).mean()
         entries = combined([log.entries for log in self.logs], [1.0] * len(self.logs))
         return loss, entries, merge(self.extras, [1.0] * len(self.extras)) if self.extras else None

@@ -1,15 +1,18 @@
 """Means over the targets of whole batches, of which micro-batches may have different numbers.
 
 [Note: numbers of targets]
-The loss of a step is the mean over micro-batches. With targets that are ignored that is the mean over all targets only
-if each micro-batch has as many; so the sum over a micro-batch is divided by the mean number of targets of one. Numbers
-are known before the first micro-batch: the rank of the last stage, which waits then, calls `training_step` for each of
-them without gradients and with zeros for the output of the layers. What is counted are the calls of
-``torch.nn.functional.cross_entropy`` and ``nll_loss``, under whatever name.
+The sum over a micro-batch is divided by the mean number of targets of one: see [Note: divisors] in `target_numbers`.
+Numbers are known before the first micro-batch: the rank of the last stage, which waits then, calls `training_step` for
+each of them without gradients and with zeros for the output of the layers. What is counted are the calls of losses that
+count targets, under whatever name, and of `context_mean`. Other divisors are not counted but compared at the end of a
+step: by how many numbers a mean is divided in each step, what divides a sum in steps 1, 2, 4, 8 and so on, since that
+waits for a device.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,14 +24,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.target_numbers import changed, number_of
+from stratagem_parallel.same_batches import is_due
+from stratagem_parallel.target_numbers import LOSSES, changed, divisor_of, mean_over_targets
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
-
-#: Positional arguments, and those by name.
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-_LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 @define
@@ -39,29 +39,45 @@ class TargetCounts:
     """
 
     among: Collectives
-    #: Whether a step had such calls, or none was seen yet: else nothing is counted.
-    _is_needed: bool = True
+    #: Whether a step had such calls: then they are counted before the first micro-batch.
+    _is_needed: bool = False
+    #: Counts those of a step; None once it was called.
+    _count: Callable[[], None] | None = None
+    is_counting: bool = False
     #: For each micro-batch, the number for each call; None if counting failed.
     _numbers: list[list[float]] | None = field(factory=list)
     #: Where counting failed, what the first micro-batch has for each call.
     _first: dict[int, float] = field(factory=dict)
+    #: The numbers that were weighed, and what they were when they were counted.
+    _weighed: list[tuple[Tensor, float]] = field(factory=list)
+    #: For each micro-batch, what each mean and quotient was divided by, and whether the result has a gradient.
+    _divisors: list[list[tuple[Tensor | float, bool]]] = field(factory=list)
+    _steps: int = 0
+    _has_warned: bool = False
 
-    def count(self, step: Callable[[int], Any], microbatches: int) -> None:
-        """Call `step` for each of `microbatches`, and count its targets."""
-        self._numbers = []
+    def begin(self, step: Callable[[int], Any], microbatches: int) -> None:
+        """Begin a step, whose targets are counted by calls of `step` for each of `microbatches`, if need be."""
+        self._numbers, self._count = [], lambda: self._counted(step, microbatches)
         self._first.clear()
+        self._divisors.clear()
+        self._weighed.clear()
+        self._steps += 1
+        if self._is_needed:
+            self._count()
+
+    def _counted(self, step: Callable[[int], Any], microbatches: int) -> None:
+        self._count, self.is_counting = None, True
         counted: list[list[Tensor]] = []
-        if not self._is_needed:
-            return
-        self._is_needed = False
         try:
             for index in range(microbatches):
-                with torch.no_grad(), _Counting() as counting, changed(counting.divisor):
+                with torch.no_grad(), _Losses(self, None) as counting, changed(counting.divisor):
                     step(index)
                 counted.append(counting.numbers)
         except Exception:  # noqa: BLE001 - a loss that zeros do not suit; the step itself raises its own errors
             self._numbers = None
             return
+        finally:
+            self.is_counting = False
         if any(counted):
             stacked = torch.stack([number for numbers in counted for number in numbers])
             flat = self.among.values(stacked, [1.0] * len(stacked))
@@ -70,23 +86,35 @@ class TargetCounts:
     @contextmanager
     def weighing(self, microbatch: int) -> Iterator[None]:
         """Within: losses of `microbatch` are weighed."""
-        with _Weighing(self, microbatch) as mode, changed(mode.divisor):
+        with _Losses(self, microbatch) as mode, changed(mode.divisor):
             yield
+        self._divisors.append(mode.divisors)
 
     def mean_of_call(self, microbatch: int, call: int, number: Tensor) -> float | None:
         """Return the mean number of targets of a micro-batch in `call`; None if all have as many.
 
         Raises:
-            ConfigError: `microbatch` has another number than others, and these were not counted.
+            ConfigError: `microbatch` has another number than others, and these were not counted; or it is not known
+                which calls belong together.
         """
         self._is_needed = True
+        if self._count is not None:  # the first step with such a call
+            self._count()
         if self._numbers is None:
             self._compare(call, number)
             return None
-        numbers = [each[call] for each in self._numbers if len(each) > call]
-        if len(numbers) < len(self._numbers) or len(set(numbers)) <= 1:
-            return None
-        return sum(numbers) / len(numbers)
+        calls = {len(each) for each in self._numbers}
+        if len(calls) > 1 and max(calls) > 1:
+            raise ConfigError(
+                f"training_step computes {min(calls)} losses over targets for one micro-batch and {max(calls)} for "
+                "another, and strategy.parallel.pipeline counts the targets of each loss in all of them",
+                expected="the same losses for each micro-batch",
+                do="compute all of them also where no target counts, with targets of ignore_index",
+            )
+        numbers = [each[call] if each else 0.0 for each in self._numbers]
+        if numbers:
+            self._weighed.append((number, numbers[microbatch]))
+        return sum(numbers) / len(numbers) if len(set(numbers)) > 1 else None
 
     def _compare(self, call: int, number: Tensor) -> None:
         found = self.among.values(number, 1.0)
@@ -97,68 +125,86 @@ class TargetCounts:
                 expected="a training_step that takes any output", do="compute the loss in another way",
             )  # fmt: skip
 
+    def check(self, *, logs: bool) -> None:
+        """Compare numbers with those that were counted, and what means and quotients of micro-batches are divided by.
+
+        Args:
+            logs: whether the step logs something: then quotients without a gradient matter, too.
+
+        Raises:
+            ConfigError: a number depends on the output of the layers, or a loss is a mean of means.
+        """
+        reads = is_due(self._steps)
+        if self._weighed and reads:
+            numbers, counted = zip(*self._weighed, strict=True)
+            for found, known in zip(self.among.values(torch.stack(numbers), counted), counted, strict=True):
+                if abs(found - known) > 1e-6 * abs(found):
+                    raise ConfigError(
+                        f"a micro-batch has {found:g} targets that are not ignored, and {known:g} with zeros for the "
+                        "output of the layers, with which strategy.parallel.pipeline counts them",
+                        expected="a number that depends on the batch alone", do="divide the loss by a constant",
+                    )  # fmt: skip
+        for calls in zip(*self._divisors, strict=False):
+            divisors: list[Any] = [each for each, _ in calls]
+            if any(isinstance(each, Tensor) for each in divisors):
+                if not reads:
+                    continue
+                stacked = torch.stack([torch.as_tensor(each).double().cpu() for each in divisors])
+                divisors = self.among.values(stacked, [1.0] * len(stacked))
+            low, high = min(divisors), max(divisors)
+            if high - low > 1e-6 * abs(high):
+                self._name(low, high, is_loss=any(has_gradient for _, has_gradient in calls), logs=logs)
+
+    def _name(self, low: float, high: float, *, is_loss: bool, logs: bool) -> None:
+        found = f"training_step divides by {low:g} in one micro-batch and by {high:g} in another"
+        do = "pass the sum and the count to stratagem_parallel.context_mean(total, count)"
+        if is_loss:
+            raise ConfigError(
+                f"{found}, and strategy.parallel.pipeline averages the loss over micro-batches",
+                expected="one divisor in all of them: this is a mean of means",
+                do=f"{do}, which counts those of the whole batch; for a mean in each sample, multiply by 1 / count",
+            )
+        if logs and not self._has_warned:
+            self._has_warned = True
+            text = "what it logs is averaged over the micro-batches of strategy.parallel.pipeline: a mean of means"
+            warnings.warn(f"{found}, and {text}; {do}", stacklevel=2)
+
 
 class _Losses(TorchFunctionMode):
-    """Changes means over classes of targets.
+    """Divides means over targets by the mean number of a micro-batch; counts the targets where `microbatch` is None.
 
-    Under `context` the loss is computed by another function, which asks for the `divisor`.
+    Under `context` losses are computed by other functions, which ask for the `divisor`.
     """
+
+    def __init__(self, counts: TargetCounts, microbatch: int | None) -> None:
+        super().__init__()
+        self.counts, self.microbatch = counts, microbatch
+        self.numbers: list[Tensor] = []
+        self.divisors: list[tuple[Tensor | float, bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _LOSSES:
-            found = _mean_over_targets(*args, **kwargs)
-            if found is not None:
-                return self.mean(func, *found, args, kwargs)
-        return func(*args, **kwargs)
-
-    def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+        if func is F.l1_loss and (weight := sys._getframe(2).f_locals.get("weight")) is not None:
+            kwargs = kwargs | {"weight": weight}  # torch leaves it out
+        if func in LOSSES and (found := mean_over_targets(func, args, kwargs)) is not None:
+            number, total = found
+            mean = self._mean(number)
+            if self.microbatch is None:
+                return torch.zeros((), device=number.device)
+            return func(*args, **kwargs) if mean is None else total() / mean
+        result = func(*args, **kwargs)
+        if not self.counts.is_counting and (divisor := divisor_of(func, args, kwargs, result)) is not None:
+            self.divisors.append((divisor, result.requires_grad))
+        return result
 
     def divisor(self, number: Tensor) -> Tensor:
         """Return what a sum over `number` targets is divided by."""
-        raise NotImplementedError
-
-
-class _Counting(_Losses):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[Tensor] = []
-
-    def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
-        self.numbers.append(number.double())
-        return torch.zeros((), dtype=as_sum[0][0].dtype, device=as_sum[0][0].device)
-
-    def divisor(self, number: Tensor) -> Tensor:
-        self.numbers.append(number.double())
-        return number
-
-
-class _Weighing(_Losses):
-    def __init__(self, counts: TargetCounts, microbatch: int) -> None:
-        super().__init__()
-        self.counts, self.microbatch, self.calls = counts, microbatch, 0
-
-    def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
-        mean = self._mean(number)
-        return func(*args, **kwargs) if mean is None else func(*as_sum[0], **as_sum[1]) / mean
-
-    def divisor(self, number: Tensor) -> Tensor:
         mean = self._mean(number)
         return number if mean is None else torch.full_like(number, mean, dtype=torch.double)
 
     def _mean(self, number: Tensor) -> float | None:
-        mean = self.counts.mean_of_call(self.microbatch, self.calls, number)
-        self.calls += 1
-        return mean
-
-
-def _mean_over_targets(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,  # noqa: A002
-    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", **options: Any,
-) -> tuple[Tensor, _Call] | None:  # fmt: skip
-    """Return the number of targets, and the arguments for their sum, if this is a mean over targets that count."""
-    if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
-        return None
-    number = number_of(target, weight, ignore_index)
-    return number, ((input, target, weight), {"ignore_index": ignore_index, "reduction": "sum", **options})
+        if self.counts.is_counting and self.microbatch is not None:  # counting began within this micro-batch
+            return None
+        self.numbers.append(number.double())
+        call = len(self.numbers) - 1
+        return None if self.microbatch is None else self.counts.mean_of_call(self.microbatch, call, number)

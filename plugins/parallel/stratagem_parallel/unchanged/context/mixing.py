@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stratagem_parallel.target_numbers import LOSSES, mean_over_targets, reduction_of
+
 if TYPE_CHECKING:
     from stratagem_parallel.unchanged.context.part import Part
 
@@ -169,7 +171,7 @@ def sum_over_positions(function: Any, args: Arguments, options: Options, axis: P
     name, tensor = getattr(function, "__name__", ""), args[0] if args else options.get("input")
     if not isinstance(tensor, Tensor) or axis.length < 2 or not tensor.requires_grad:
         return ""
-    if _reduction(name, args, options) == "sum":
+    if _reduction(function, args, options) == "sum":
         return f'computes {name} with reduction="sum"'
     if not _has_positions(tensor, axis):
         return ""
@@ -189,19 +191,16 @@ def kept_loss(function: Any, args: Arguments, options: Options, axis: Part) -> s
     """Return which loss `function` is, if it is called under a reference that the step kept."""
     for loss in axis.losses:
         if function is loss or function is loss.loss:
-            target = args[1] if len(args) > 1 else options.get("target")
-            is_index = isinstance(target, Tensor) and not target.is_floating_point()
-            return loss.__name__ if is_index and _reduction(loss.__name__, args, options) == "mean" else ""
+            return loss.__name__ if mean_over_targets(loss.loss, args, options) is not None else ""
     return ""
 
 
-def _reduction(name: str, args: Arguments, options: Options) -> str:
+def _reduction(function: Any, args: Arguments, options: Options) -> str:
     """Return the argument of this name of a loss."""
-    if options.get("size_average") is False:
-        return "sum"
-    place = {"cross_entropy": 6, "nll_loss": 6}.get(name)
-    default = "mean" if place is not None else ""
-    return str(args[place] if place is not None and len(args) > place else options.get("reduction", default))
+    loss = getattr(function, "loss", function)  # that of a `MeanOverAllTargets`
+    if loss in LOSSES:
+        return reduction_of(loss, args, options)
+    return "sum" if options.get("size_average") is False else str(options.get("reduction", ""))
 
 
 def _has_positions(tensor: Tensor, axis: Part) -> bool:
