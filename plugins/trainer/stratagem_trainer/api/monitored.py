@@ -8,6 +8,7 @@ from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from stratagem.api.world import Collectives
+    from stratagem_trainer.api.trainer_view import TrainerView
 
 
 class HasCollectives(Protocol):
@@ -21,22 +22,19 @@ class HasMetrics(Protocol):
     """A trainer, as far as a decision needs it."""
 
     callback_metrics: dict[str, Any]
-    num_val_batches: list[float]
-    val_check_interval: Any
-    check_val_every_n_epoch: int | None
 
     @property
     def run(self) -> HasCollectives: ...
 
 
-def acts_after_epoch(trainer: HasMetrics, chosen: bool | None) -> bool:
+def acts_after_epoch(trainer: TrainerView, chosen: bool | None) -> bool:
     """Return whether to decide at the end of the training epoch, rather than after validation.
 
     If it is not `chosen`: where each epoch ends with its only validation, or with none.
     """
     if chosen is not None or not any(trainer.num_val_batches):
         return chosen is not False
-    return bool(trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1)
+    return bool(trainer.settings.val_check_interval == 1.0 and trainer.settings.check_val_every_n_epoch == 1)
 
 
 def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do: str = "") -> float | None:
