@@ -710,11 +710,6 @@ class Zero(Net):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=1e-3)
 
 
-class Two(Net):
-    def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.net[0], self.net[-1])]
-
-
 class Thaws(Net):
     def __init__(self):
         super().__init__()
@@ -740,7 +735,6 @@ TOGETHER = {
     "one node": (["diloco", "ddp"], Net, {}, "team_size is 4 by default"),
     "teams of one strategy for one": ({"name": "diloco", "team_size": 2}, Net, {}, "trains in one process"),
     "LBFGS": ("local_sgd", Lbfgs, {}, "LBFGS, which evaluates the model"),
-    "two optimizers": ("diloco", Two, {}, "2 optimizers, which are stepped one by one; expected one optimizer"),
     "a distributed optimizer": ("local_sgd", Zero, {}, "synchronizes the parameters of all ranks itself"),
     "shards by hand": ([{"name": "local_sgd", "team_size": 2}, "fsdp"], ByHand, {}, "uses manual optimization"),
     "thawed": ({"name": "local_sgd", "period": 2}, Thaws, {}, "was frozen when training began"),

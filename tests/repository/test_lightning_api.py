@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -16,6 +17,9 @@ import pytest
 import stratagem as sg
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.loggers import CSVLogger, TensorBoardLogger
+from stratagem.stack.plugin_hooks import hook_specifications
+from stratagem_migrate.names import NAMES
+from stratagem_trainer.moved_methods import moved_methods
 
 PAGE = Path(__file__).parents[2] / "docs/lightning-api.md"
 VERSION = "2.6.6"
@@ -121,6 +125,53 @@ def test_the_page_has_every_name_of_the_installed_lightning(tmp_path):
     expected = json.loads(result.stdout)
     found = {title: sorted([*same, *differs]) for title, (same, differs) in sections().items()}
     assert found == expected
+
+
+#: Prints the methods and properties of Lightning's plugins by class.
+PLUGINS = """
+import inspect, json, sys
+sys.path.append(sys.argv[1])
+from lightning.pytorch import accelerators, callbacks, loggers, profilers, strategies
+from lightning.pytorch.callbacks import progress
+from lightning.pytorch.plugins import environments, io, precision
+
+found = {}
+for module in (callbacks, progress, loggers, strategies, accelerators, profilers, environments, io, precision):
+    for name, cls in vars(module).items():
+        if inspect.isclass(cls):
+            static = {each: inspect.getattr_static(cls, each) for each in dir(cls) if not each.startswith("_")}
+            kinds = (property, staticmethod, classmethod)
+            found[name] = [each for each, value in static.items() if callable(value) or isinstance(value, kinds)]
+print(json.dumps(found))
+"""
+
+#: What Lightning and its users read and nobody needs to override, and kinds whose own hooks a plugin must implement.
+READ = {"trainer", "name", "version", "save_dir", "root_dir", "log_dir", "model", "optimizers", "num_nodes"}
+OWN_HOOKS = {"Strategy", "ParallelStrategy", "ClusterEnvironment", "Accelerator"}
+
+
+@pytest.mark.when_changed(
+    "plugins/migrate/stratagem_migrate/moved.toml", "plugins/migrate/stratagem_migrate/names.py",
+    guard="tests/core/test_overridden_methods.py::test_names_that_mean_nothing_to_the_class_are_free",
+)  # fmt: skip
+@pytest.mark.slow
+def test_every_method_of_an_installed_counterpart_is_there_or_refused():
+    folder = environment(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "stratagem")
+    own = next(path for path in sys.path if path.endswith("site-packages"))
+    result = subprocess.run([folder / "bin/python", "-c", PLUGINS, own], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+    compared = 0
+    for name, methods in json.loads(result.stdout).items():
+        place = NAMES[name].imported_from if name in NAMES else None
+        if place is None or name in OWN_HOOKS:
+            continue
+        cls = getattr(importlib.import_module(place[0]), place[1])
+        if isinstance(cls, type):
+            known = {*dir(cls), *hook_specifications(), *moved_methods(type("Derived", (cls,), {})), *READ}
+            assert not set(methods) - known, name
+            compared += 1
+    assert compared > 35
 
 
 def environment(cache):

@@ -11,19 +11,15 @@ from torch import nn
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError, nearest
-from stratagem_callbacks.finetuning import NORMS, follow_new_group
+from stratagem_callbacks.finetuning import NORMS
 from stratagem_callbacks.finetuning import BaseFinetuning as BaseFinetuning
-from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from stratagem.api import RunContext
     from stratagem_trainer.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
-class BackboneFinetuning(Callback):
+class BackboneFinetuning(BaseFinetuning):
     """Freeze ``module.backbone``; from an epoch on train it too, with a learning rate that grows to that of the head.
 
     `configure_optimizers` must leave out frozen parameters: ``filter(lambda p: p.requires_grad, self.parameters())``.
@@ -47,15 +43,8 @@ class BackboneFinetuning(Callback):
     #: Each submodule of the backbone, and whether it was in train mode.
     _modes: list[tuple[nn.Module, bool]] = field(init=False, factory=list)
 
-    @hookimpl
-    def prepare_module(self, module: nn.Module, run: RunContext) -> None:
-        if run.stage != "train" or not run.owns_loop:
-            return
-        if run.world_size > 1:
-            raise ConfigError(
-                f"backbone_finetuning was chosen for {run.world_size} processes", expected="one",
-                do="use a parameter group with a small learning rate for the backbone instead",
-            )  # fmt: skip
+    def freeze_before_training(self, module: nn.Module) -> None:
+        """Freeze the backbone."""
         backbone = self._backbone(module)
         if not self._modes or self._modes[0][0] is not backbone:
             self._modes = [(part, part.training) for part in backbone.modules()]
@@ -75,51 +64,37 @@ class BackboneFinetuning(Callback):
             )
         return backbone
 
-    @hookimpl(wrapper=True)
-    def wrap_optimizers(
-        self, run: RunContext
-    ) -> Generator[None, list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
-        optimizers = yield
-        assert run.module is not None, "set before optimizers are made"
-        if self._unfrozen:  # a resumed run: the parameter group of the checkpoint
-            self._add_group(run, run.module, optimizers)
-        return optimizers
-
     @hookimpl
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         states = checkpoint.get("callbacks", {})
         self._unfrozen = any(state.get("backbone_unfrozen", False) for state in states.values())
 
     @hookimpl
-    def on_train_start(self, module: nn.Module) -> None:
+    def on_train_start(self, trainer: TrainerView, module: nn.Module) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(f"backbone_finetuning found {len(trainer.optimizers)} optimizers", expected="one")
         if not self._unfrozen and not self.train_bn:
             self._backbone(module).eval()  # on_train_epoch_start is not called when resuming within an epoch
 
-    @hookimpl
-    def on_train_epoch_start(self, trainer: TrainerView, module: nn.Module) -> None:
+    def finetune_function(self, module: nn.Module, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        """Train the backbone from its epoch on, and raise its learning rate."""
         backbone = self._backbone(module)
         if not self._unfrozen:
             if not self.train_bn:
                 backbone.eval()
-            if trainer.current_epoch >= self.unfreeze_backbone_at_epoch:
-                self._unfreeze(trainer, module)
+            if epoch >= self.unfreeze_backbone_at_epoch:
+                self._unfreeze(module, optimizer)
             return
-        (optimizer,) = trainer.optimizers
         *others, group = optimizer.param_groups
         group["lr"] = min(group["lr"] * self.multiplier, others[0]["lr"])
 
-    def _unfreeze(self, trainer: TrainerView, module: nn.Module) -> None:
+    def _unfreeze(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._unfrozen = True
         for part, training in self._modes:
             part.training = training
-        self._add_group(trainer.run, module, trainer.optimizers)
-
-    def _add_group(self, run: RunContext, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        if len(optimizers) != 1:
-            raise ConfigError(f"backbone_finetuning found {len(optimizers)} optimizers", expected="one")
-        (optimizer,) = optimizers
         parameters = list(self._backbone(module).parameters())
-        new = BaseFinetuning.filter_on_optimizer(optimizer, parameters)
+        new = self.filter_on_optimizer(optimizer, parameters)
         if not new:
             raise ConfigError(
                 f"{type(module).__name__}.configure_optimizers gave the frozen backbone to the optimizer",
@@ -130,12 +105,12 @@ class BackboneFinetuning(Callback):
             parameter.requires_grad = True
         rate = float(optimizer.param_groups[0]["lr"]) * self.backbone_initial_ratio_lr
         optimizer.add_param_group({"params": new, "lr": rate, "initial_lr": rate})
-        follow_new_group(run, optimizer, rate, "backbone_finetuning")
 
-    def state_dict(self) -> dict[str, bool]:
-        """Return whether the backbone is unfrozen."""
-        return {"backbone_unfrozen": self._unfrozen}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups of the optimizer, and whether the backbone is unfrozen."""
+        return super().state_dict() | {"backbone_unfrozen": self._unfrozen}
 
-    def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Restore whether the backbone is unfrozen."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore them."""
+        super().load_state_dict(state)
         self._unfrozen = state["backbone_unfrozen"]

@@ -19,6 +19,8 @@ from stratagem_trainer.api import Callback
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from torch import nn
+
     from stratagem.api import RunContext
     from stratagem_trainer.api import TrainerView
 
@@ -41,6 +43,8 @@ class ProgressBar(Callback):
     _standalone: bool = field(init=False, default=False)
     #: Metrics of the next update, being copied from the device.
     _pending: Readback | None = field(init=False, default=None)
+    #: Texts beside those metrics.
+    _texts: list[str] = field(init=False, factory=list)
 
     @hookimpl(wrapper=True)
     def launch(self, run: RunContext) -> Generator[None, Any, Any]:
@@ -68,7 +72,7 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, trainer: TrainerView, batch_idx: int) -> None:
         # On a GPU the metrics of a batch are ready some batches later; reading them now would synchronize.
         if self._pending is None and time.perf_counter() >= self._due:
-            self._pending = Readback(trainer.bar_values)
+            self._pending = self._read_metrics(trainer)
         if self._pending is not None and self._pending.ready:
             self._show(trainer, batch_idx + 1)
 
@@ -115,6 +119,15 @@ class ProgressBar(Callback):
 
     on_exception = teardown = on_train_end
 
+    def get_metrics(self, trainer: TrainerView, module: nn.Module) -> dict[str, Any]:
+        """Return the numbers and texts that are shown; override it to add some, or to leave some out."""
+        return trainer.bar_values
+
+    def _read_metrics(self, trainer: TrainerView) -> Readback:
+        metrics = self.get_metrics(trainer, trainer.module) or {}
+        self._texts = [f"{name} {value}" for name, value in metrics.items() if isinstance(value, str)]
+        return Readback({name: value for name, value in metrics.items() if not isinstance(value, str)})
+
     def _start_pass(self, trainer: TrainerView, title: str, sizes: list[float]) -> None:
         """Show an evaluation, within training or alone."""
         if not trainer.is_global_zero:
@@ -158,12 +171,12 @@ class ProgressBar(Callback):
         done = done or trainer.position.batches_done
         pending, self._pending = self._pending, None
         if pending is None or final:
-            pending = Readback(trainer.bar_values)
+            pending = self._read_metrics(trainer)
         epochs = f"/{trainer.max_epochs}" if trainer.max_epochs > 0 else ""
         in_epoch, in_run = batches_left(trainer, done)
         self._view.show(
             self._pace.progress(f"epoch {trainer.current_epoch + 1}{epochs}", done, in_epoch, in_run),
-            _as_texts(pending.numbers()),
+            [*_as_texts(pending.numbers()), *self._texts],
             final,
         )
 

@@ -40,7 +40,7 @@ _KINDS: Final[dict[str, type[_File]]] = {files.NOTEBOOK: Notebook, **dict.fromke
 #: Functions that take a script and yield findings; the order does not matter.
 RULES = (
     imports.imports, imports.references, imports.plugin_calls, trainer_arguments.trainer_calls,
-    definitions.module_methods, definitions.optimizers, definitions.callbacks,
+    definitions.module_methods, definitions.optimizers, definitions.callbacks, definitions.derived,
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
     other_uses.switched_off, other_uses.minus_one, other_uses.utilities, other_uses.copied_lists,

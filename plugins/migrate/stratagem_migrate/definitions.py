@@ -9,6 +9,7 @@ from stratagem.discovery.catalog import moved_names
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, constant, last_name, methods
+from stratagem_migrate.strategies import is_strategy
 from stratagem_trainer.api.events import EVENTS
 
 # --- Modules and data modules ------------------------------------------------------------------------------------
@@ -127,6 +128,16 @@ def callbacks(source: Source) -> Iterator[Finding]:
     for cls in source.of_role("callback"):
         for method in methods(cls):
             yield from _callback_method(source, method)
+
+
+def derived(source: Source) -> Iterator[Finding]:
+    """Yield a finding for each method that only Lightning calls on a class derived from one of its own."""
+    for cls in source.classes.values():
+        bases = [base for base in cls.bases if not is_strategy(source, base)]  # `strategies` tells of those
+        uncalled = installed.uncalled_by_derived(tuple(source.known(base) or "" for base in bases))
+        for method in methods(cls):
+            if method.name in uncalled:
+                yield source.finding(method, CHANGE, f"def {method.name}", *uncalled[method.name])
 
 
 def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from stratagem.api import options as config
@@ -86,6 +87,17 @@ def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
 def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a Callback that stratagem refuses, in the same form."""
     return _as_findings(catalog.moved_names("callback_methods"), "@hookimpl ")
+
+
+@cache
+def uncalled_by_derived(bases: tuple[str, ...]) -> Mapping[str, tuple[str, str]]:
+    """Return the methods that stratagem refuses in a class derived from Lightning's `bases`, in the same form."""
+    from stratagem_migrate.names import NAMES
+    from stratagem_trainer.moved_methods import moved_methods
+
+    known = (NAMES[name].imported_from for name in (base.rpartition(".")[2] for base in bases) if name in NAMES)
+    classes = [getattr(import_module(place[0]), place[1]) for place in known if place is not None]
+    return {name: each for cls in classes for name, each in _as_findings(moved_methods(cls)).items()}
 
 
 def _as_findings(table: Mapping[str, str], decorator: str = "") -> dict[str, tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError
 from stratagem.stack.plugins import Choice
+from stratagem_trainer.api.events import CallbackEvents, LoggerMethods
 
 
 def refuse_moved(owner: Any, who: str, moved: Mapping[str, str], defines: Callable[[Any, str], bool] = hasattr) -> None:
@@ -22,8 +23,41 @@ def refuse_moved(owner: Any, who: str, moved: Mapping[str, str], defines: Callab
             raise ConfigError(f"{who} defines {name}, which is never called", expected=expected, do=do)
 
 
-def refuse_moved_callbacks(choices: Iterable[Choice]) -> None:
-    """`refuse_moved` for those of `choices` that are callbacks or instances of no kind."""
+def prepare_methods(choices: Iterable[Choice]) -> None:
+    """Mark methods of callbacks and loggers that were set on a class after it was made; refuse moved ones.
+
+    Raises:
+        ConfigError: one of `choices` defines a method that is never called.
+    """
     for choice in choices:
-        if choice.kind in ("callback", "plugin"):
-            refuse_moved(choice.plugin, str(choice), moved_names("callback_methods"))
+        cls = type(choice.plugin)
+        if issubclass(cls, CallbackEvents | LoggerMethods):
+            cls.mark_methods()
+        old = moved_names("callback_methods") if choice.kind in ("callback", "plugin") else {}
+        refuse_moved(choice.plugin, str(choice), old)
+        refuse_moved(choice.plugin, str(choice), moved_methods(cls), _defines)
+
+
+def moved_methods(cls: type[Any]) -> dict[str, str]:
+    """Return the methods that nobody calls in `cls`, a class of an installed plugin or one derived from it."""
+    moved: dict[str, str] = {}
+    installed = [each for each in reversed(cls.__mro__) if _is_ours(each)]
+    for each in installed:
+        moved = {name: instead for name, instead in moved.items() if name not in vars(each)}
+        moved.update(moved_names(f"methods of {each.__name__}"))
+        if each is not installed[-1]:
+            moved.update(moved_names(f"methods below {each.__name__}"))
+    return moved
+
+
+def _is_ours(cls: type[Any]) -> bool:
+    return cls.__module__.startswith("stratagem")
+
+
+def _defines(plugin: Any, name: str) -> bool:
+    """Whether `plugin` has a method or a property `name` that no installed class gave it."""
+    owner = next((cls for cls in type(plugin).__mro__ if name in vars(cls)), None)
+    if owner is None:
+        return callable(getattr(plugin, "__dict__", {}).get(name))
+    own = vars(owner)[name]
+    return not _is_ours(owner) and (callable(own) or isinstance(own, property | staticmethod | classmethod))

@@ -29,7 +29,7 @@ from stratagem.stack.construction import default
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
 from stratagem_trainer.api import has_role
-from stratagem_trainer.moved_methods import refuse_moved_callbacks
+from stratagem_trainer.moved_methods import prepare_methods
 from stratagem_trainer.targets import normalization
 
 
@@ -120,7 +120,7 @@ class TrainerSettings(RunSettings):
         # What others log at the end of an epoch is there when it is checked.
         stack.callbacks = sorted(chosen, key=lambda choice: has_role(choice.plugin, "early-stopping"))
         stack.loggers = _loggers(self, chooser)
-        refuse_moved_callbacks([*stack.others, *stack.callbacks])
+        prepare_methods(stack.choices())
         if not self.barebones:
             stack.automatic = [
                 *automatic_callbacks(self, "trainer_callback"), *_checks(self, chooser), *stack.automatic,
@@ -162,7 +162,7 @@ def with_callbacks(stack: Stack, settings: TrainerSettings, values: Any) -> list
     kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
     callbacks = sorted([*kept, *added], key=lambda choice: has_role(choice.plugin, "best-checkpoint"))
     changed = attrs.evolve(stack, callbacks=callbacks)
-    refuse_moved_callbacks(added)
+    prepare_methods(added)
     check_switches(settings, changed, added)
     check_capabilities(changed, {})
     check_hooks(changed)

@@ -277,6 +277,11 @@ class CallbackEvents:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.mark_methods()
+
+    @classmethod
+    def mark_methods(cls) -> None:
+        """Mark those of these methods that the class overrides as hooks."""
         mark_all(cls, CallbackEvents, arguments_of)
 
     def setup(self, *_: Any, **__: Any) -> Any:
@@ -401,6 +406,11 @@ class LoggerMethods:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.mark_methods()
+
+    @classmethod
+    def mark_methods(cls) -> None:
+        """Mark those of these methods that the class overrides as hooks, which may be called by hand."""
         mark_all(cls, LoggerMethods, arguments_of)
         let_call_by_hand(cls, LoggerMethods)
 

@@ -26,11 +26,11 @@ def belongs_to(logger: Any, run: Any) -> None:
 
 
 def _hooks_of(base: type[Any]) -> Iterable[str]:
-    return [name for name in vars(base) if not name.startswith("_")]
+    return [name for name in vars(base) if not name.startswith("_") and name != "mark_methods"]
 
 
 def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequence[str]]) -> None:
-    """Mark the methods of `cls` that replace those of `base` as hooks.
+    """Mark the methods of `cls` that replace those of `base` as hooks, as early or late as what they override.
 
     Raises:
         PluginError: one takes more arguments than its hook has.
@@ -42,10 +42,14 @@ def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequ
             continue
         if not isinstance(method, types.FunctionType):
             raise PluginError(f"{cls.__name__}.{name} is a {type(method).__name__}", expected="a method")
-        setattr(cls, name, _as_hook(cls.__name__, name, method, arguments_of(name)))
+        hook = _as_hook(cls.__name__, name, method, arguments_of(name))
+        markers = (getattr(vars(each).get(name), "stratagem_impl", None) for each in cls.__mro__)
+        if inherited := next((each for each in markers if each and each is not hook.stratagem_impl), None):
+            hook.stratagem_impl |= {when: inherited[when] for when in ("tryfirst", "trylast")}
+        setattr(cls, name, hook)
 
 
-def _as_hook(owner: str, hook: str, method: types.FunctionType, known: Sequence[str]) -> Callable[..., Any]:
+def _as_hook(owner: str, hook: str, method: types.FunctionType, known: Sequence[str]) -> Any:
     """Return `method` marked as an implementation of `hook`, with the arguments that the hook has."""
     _, *own = inspect.signature(method).parameters.values()
     kinds = inspect.Parameter
