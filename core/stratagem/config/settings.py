@@ -18,7 +18,7 @@ from stratagem.api.paths import is_remote
 from stratagem.api.validators import at_least
 from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
-from stratagem.discovery.catalog import moved_argument
+from stratagem.discovery.catalog import moved_names
 from stratagem.distributed.uncaught_errors import end_with_sentence
 from stratagem.errors import ConfigError, nearest, shown
 
@@ -184,7 +184,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
             return convert_options(cls, {name: value}, "")  # raises an error that lists the known names
         raise ConfigError(
             f"{layer.origin} sets {name!r}, which is not an argument", expected="an argument of the Trainer",
-            do=moved_argument(name) or nearest(name, known) or "see --help",
+            do=moved_names("arguments").get(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
     if layer.text and (name in registry.arguments() or name in ("plugins", "profiler", "checks")):
         return parse_choice(value)
@@ -288,7 +288,8 @@ def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
                 if name not in added:
                     raise ConfigError(
                         f"{owner} has no argument {name!r}", expected="one of its arguments",
-                        do=moved_argument(name) or nearest(name, [*known, *added]) or f"see help(stratagem.{owner})",
+                        do=moved_names("arguments").get(name) or nearest(name, [*known, *added])
+                        or f"see help(stratagem.{owner})",
                     )  # fmt: skip
             self._given, self._sources = arguments | others, sources
             init(self, *values, **arguments)
