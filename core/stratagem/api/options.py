@@ -151,6 +151,16 @@ def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
     return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
 
 
+def options_in(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a mapping whose "name" chooses a plugin: those beside it, and those in "init_args" if any.
+
+    An option that is itself called ``name`` can only be in the latter.
+    """
+    beside = {key: value for key, value in chosen.items() if key != "name"}
+    inner = beside.pop("init_args") if isinstance(beside.get("init_args"), Mapping) else {}
+    return {**beside, **inner}
+
+
 def option_types(cls: type[Any]) -> Mapping[str, Any]:
     """Return the type of each option of `cls`, as an object."""
     if cls not in _TYPES:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from stratagem.api.options import as_list, build, changes, convert_options, option_types
+from stratagem.api.options import as_list, build, changes, convert_options, option_types, options_in
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import at_least
 from stratagem.config.sources import Source, parse_choice
@@ -206,9 +206,8 @@ def _split_options(
         options.pop(kind, None)  # they belong to another plugin
     if not is_mapping:
         return choice
-    for option, value in choice.items():
-        if option != "name":
-            options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, text=False)
+    for option, value in options_in(choice).items():
+        options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, text=False)
     return name
 
 

@@ -21,12 +21,13 @@ def _of_settings(name: str) -> Any:
     return property(lambda view: getattr(view.settings, name))
 
 
-def _limit(name: str) -> Any:
+def _limit(name: str, overfits: bool = False) -> Any:
     """Return a property that is the limit `name` as it applies: a number of batches, or a part of all."""
 
     def get(view: CallView) -> float:
-        limit = getattr(view.settings, name)
-        return int(view.settings.fast_dev_run) or (1.0 if limit is None else limit)
+        settings = view.settings
+        limit = (overfits and settings.overfit_batches) or getattr(settings, name)
+        return int(settings.fast_dev_run) or (1.0 if limit is None else limit)
 
     return property(get)
 
@@ -43,7 +44,8 @@ class CallView:
     run: Context
     _state: FitState
 
-    limit_train_batches, limit_val_batches = _limit("limit_train_batches"), _limit("limit_val_batches")
+    limit_train_batches = _limit("limit_train_batches", overfits=True)
+    limit_val_batches = _limit("limit_val_batches", overfits=True)
     limit_test_batches, limit_predict_batches = _limit("limit_test_batches"), _limit("limit_predict_batches")
     num_sanity_val_steps, overfit_batches = _of_settings("num_sanity_val_steps"), _of_settings("overfit_batches")
     val_check_interval = _of_settings("val_check_interval")

@@ -28,7 +28,7 @@ def _export(name: str) -> Any:
 
     def refuse(self: nn.Module, *_: Any, **__: Any) -> None:
         found = f"{type(self).__name__}.{name}() was called"
-        do = moved_names("exports").get(name, f"leave out {name}")
+        do = f"use {moved_names('exports').get(name, 'torch.export.export(module, ...)')}"
         raise ConfigError(found, expected="a function of a package that exports", do=do)
 
     return refuse
