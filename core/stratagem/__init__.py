@@ -11,37 +11,30 @@ Importing the package imports nothing else: names below load their module on fir
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-_MODULES = {
-    "__version__": "stratagem._version",
-    "Trainer": "stratagem_trainer.trainer",
-    "Run": "stratagem.runtime.run",
-    "Module": "stratagem_trainer.module",
-    "DataModule": "stratagem_trainer.datamodule",
-    "CombinedLoader": "stratagem_trainer.combined_loader",
-    "HyperparametersMixin": "stratagem_trainer.hyperparameters",
-    "seed_everything": "stratagem.api.seeding",
-    "find_usable_cuda_devices": "stratagem.config.devices",
-    "rank_zero_only": "stratagem.runtime.rank_zero",
-    "rank_zero_info": "stratagem.runtime.rank_zero",
-    "rank_zero_warn": "stratagem.runtime.rank_zero",
-    "hookimpl": "stratagem.api.markers",
-    "Strategy": "stratagem.api.kinds",
-    "Precision": "stratagem.api.kinds",
-    "CommHook": "stratagem.api.kinds",
-    "Environment": "stratagem.api.kinds",
-    "Launcher": "stratagem.api.kinds",
-    "Accelerator": "stratagem.api.kinds",
-    "CheckpointFormat": "stratagem.api.kinds",
-    "Callback": "stratagem_trainer.api.kinds",
-    "Logger": "stratagem_trainer.api.kinds",
-    "Command": "stratagem.api.kinds",
-    "Capabilities": "stratagem.api.capabilities",
-    "World": "stratagem.api.world",
-    "StratagemError": "stratagem.errors",
+_NAMES = {
+    "stratagem._version": "__version__",
+    "stratagem_trainer.trainer": "Trainer",
+    "stratagem.runtime.run": "Run",
+    "stratagem_trainer.module": "Module",
+    "stratagem_trainer.datamodule": "DataModule",
+    "stratagem_trainer.combined_loader": "CombinedLoader",
+    "stratagem_trainer.hyperparameters": "HyperparametersMixin",
+    "stratagem.api.seeding": "seed_everything",
+    "stratagem.config.devices": "find_usable_cuda_devices",
+    "stratagem.runtime.rank_zero": "rank_zero_only rank_zero_info rank_zero_warn",
+    "stratagem.api.markers": "hookimpl",
+    "stratagem.api.kinds": "Strategy Precision CommHook Environment Launcher Accelerator CheckpointFormat Command",
+    "stratagem_trainer.api.kinds": "Callback Logger",
+    "stratagem.api.capabilities": "Capabilities",
+    "stratagem.api.world": "World",
+    "stratagem.errors": "StratagemError",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_MODULES]
 
@@ -78,6 +71,10 @@ def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
     if module is None:
         message = f"module 'stratagem' has no attribute {name!r}"
+        try:
+            importlib.util.find_spec(f"stratagem.{name}")  # importing a module of ours begins by asking for it here
+        except ImportError as error:
+            message = str(error)
         raise AttributeError(message)
     # Importing makes no garbage, but it makes the collector walk all of torch's objects, which takes longer than the
     # import itself.
@@ -95,6 +92,20 @@ def __getattr__(name: str) -> Any:
             gc.enable()
     globals()[name] = value
     return value
+
+
+def _tell_counterpart(name: str, *_: Any) -> None:
+    """Refuse to import ``stratagem.NAME``, which nobody has found, if it is a name of another trainer's."""
+    package, _, moved = name.partition(".")
+    if package == __name__:
+        from stratagem.discovery.catalog import counterpart
+
+        if instead := counterpart(moved):
+            message = f"stratagem has no {moved!r}; {instead}"
+            raise ImportError(message)
+
+
+sys.meta_path.append(SimpleNamespace(find_spec=_tell_counterpart))  # type: ignore[arg-type]
 
 
 def __dir__() -> list[str]:

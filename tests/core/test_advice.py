@@ -99,7 +99,7 @@ def test_the_advice_for_an_argument_of_another_trainer_names_what_exists(name, a
 
 
 def test_without_names_of_other_trainers_messages_tell_what_there_is(monkeypatch):
-    monkeypatch.setattr(catalog, "moved_names", lambda kind: {})
+    monkeypatch.setattr(catalog, "_moved_names", dict)
 
     with pytest.raises(
         sg.StratagemError, match=r"Trainer has no argument 'auto_lr_find'.*see help\(stratagem.Trainer\)"

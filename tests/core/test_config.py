@@ -13,6 +13,7 @@ from attrs import define, field
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import stratagem as sg
 from stratagem.api.options import check, convert, describe, structure
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
@@ -111,6 +112,21 @@ def test_text_is_parsed_by_the_type_of_its_option(option, text, expected):
 def test_text_that_does_not_parse_is_refused(option, text):
     with pytest.raises(ConfigError, match=option):
         structure(Options, {option: text}, "kind.name", text=True)
+
+
+def test_the_option_name_of_a_plugin_is_beside_the_name_that_chooses_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("accelerator: cpu\nlogger: {name: csv, version: 1, init_args: {name: digits}}\n")
+    for trainer in (
+        sg.Trainer.from_config(path),
+        sg.Trainer(
+            accelerator="cpu", logger=["tensorboard", {"name": "csv", "version": 1, "init_args": {"name": "digits"}}]
+        ),
+    ):
+        assert (trainer.loggers[-1].name, trainer.loggers[-1].version) == ("digits", 1)
+    for wrong in ({"name": "csv", "init_args": 1}, {"name": "csv", "init_args": {"init_args": {}}}):
+        with pytest.raises(ConfigError, match="logger.csv.init_args is unknown"):
+            sg.Trainer(accelerator="cpu", logger=wrong)
 
 
 def test_an_instance_built_in_code_is_checked_too():

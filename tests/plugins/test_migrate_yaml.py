@@ -96,6 +96,24 @@ def test_the_trainer_of_a_rewritten_file_can_be_built():
     ]
 
 
+@pytest.mark.parametrize(
+    "arguments", ["{save_dir: logs, name: digits}", "\n              name: digits\n              save_dir: logs"]
+)
+def test_the_option_name_of_a_logger_stays_in_its_arguments(arguments, tmp_path):
+    text = f"""\
+        seed_everything: 1
+        model:
+          class_path: nets.Net
+        trainer:
+          logger:
+            class_path: lightning.pytorch.loggers.CSVLogger
+            init_args: {arguments}
+        """
+    trainer = sg.Trainer(accelerator="cpu", **yaml.safe_load(rewritten(text))["trainer"])
+
+    assert (trainer.loggers[0].name, str(trainer.loggers[0].save_dir)) == ("digits", "logs")
+
+
 def test_targets_of_hydra_are_rewritten():
     text = """\
         trainer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import json
 import os
 import sys
@@ -176,6 +177,18 @@ def limits(api, folder):
     for overfit in (1, 2, 0.5):
         found[f"overfit {overfit}"] = seen_by(api, folder, overfit_batches=overfit, max_epochs=2)
     return found
+
+
+@shows(
+    ARGUMENTS,
+    "limit_train_batches limit_val_batches limit_test_batches limit_predict_batches overfit_batches fast_dev_run",
+)
+def limits_as_attributes(api, folder):
+    names = ["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
+    cases = [{}, {"fast_dev_run": True}, {"fast_dev_run": 3}, {"overfit_batches": 0.5}, *({name: 2} for name in names),
+             *({name: 0.5} for name in names), *({name: None} for name in names)]  # fmt: skip
+    runs = [trainer(api, folder, **case) for case in cases]
+    return [[[type(value).__name__, value] for name in names for value in [getattr(run, name)]] for run in runs]
 
 
 @shows(ARGUMENTS, "fast_dev_run")
@@ -596,7 +609,7 @@ def two_optimizers(api, folder):
     seen.append(
         [type(frozen).__name__, [parameter.requires_grad for parameter in module.parameters()], module.training]
     )
-    module.unfreeze()
+    seen.append(module.unfreeze() is module)
     seen.append([[parameter.requires_grad for parameter in module.parameters()], module.training])
     return [seen, weights(module), run.global_step, run.callback_metrics]
 
@@ -824,6 +837,48 @@ def calls(api, folder):
     return [*found, kinds, more.global_step, more.current_epoch, weights(fresh)]
 
 
+@shows(METHODS, "value name checkpoint_path strict filepath datamodule model")
+@shows(MODULE, "configure_sharded_model print")
+@shows(TRAINER, "print")
+def calls_by_name(api, folder):
+    class Data(api.DataModule):
+        def train_dataloader(self):
+            return loader(2)
+
+        def val_dataloader(self):
+            return loader(1)
+
+    def init(self):
+        api.Module.__init__(self)
+        self.layer, self.made = nn.Linear(4, 1), 0
+        nn.init.ones_(self.layer.weight)
+
+    def configure_sharded_model(self):
+        self.made += 1
+
+    def training_step(self, batch, batch_idx):
+        self.log(name="mine", value=2.0)
+        self.print("of the module", batch_idx)
+        self.trainer.print("of the trainer", batch_idx)
+        return self.layer(batch[0]).square().mean()
+
+    printed = io.StringIO()
+    module = model(api, __init__=init, training_step=training_step, configure_sharded_model=configure_sharded_model)
+    run = trainer(api, folder)
+    with contextlib.redirect_stdout(printed):
+        run.fit(model=module, datamodule=Data())
+    run.save_checkpoint(filepath=folder / "saved.ckpt")
+    again = type(module).load_from_checkpoint(checkpoint_path=folder / "saved.ckpt", strict=False)
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("of the")]
+    return [
+        lines,
+        module.made,
+        weights(again),
+        run.callback_metrics,
+        run.validate(model=module, datamodule=Data(), verbose=False),
+    ]
+
+
 # --- log -------------------------------------------------------------------------------------------------------------
 
 
@@ -860,6 +915,63 @@ def values_logged(api, folder):
             api, folder, training_step
         )
     return found
+
+
+def kinds(values):
+    """Return the kind of each of `values`, which are metrics."""
+    return {name: [type(value).__name__, str(getattr(value, "dtype", "")), list(getattr(value, "shape", []))]
+            for name, value in values.items()}  # fmt: skip
+
+
+@shows(TRAINER, "callback_metrics logged_metrics progress_bar_metrics test validate")
+@shows("Options of ModelCheckpoint", "monitor")
+@shows("Options of EarlyStopping", "monitor")
+def kinds_of_metrics(api, folder):
+    values = {"number": 0.1, "whole": 3, "truth": True, "tensor": torch.tensor(0.1), "count": torch.tensor(3),
+              "half": torch.tensor(0.5, dtype=torch.bfloat16), "one": torch.tensor([0.1])}  # fmt: skip
+    seen = []
+
+    def training_step(self, batch, batch_idx):
+        for name, value in values.items():
+            self.log(f"{name}_on_step", value, prog_bar=True)
+            self.log(f"{name}_on_epoch", value, on_step=False, on_epoch=True)
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict(values)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        seen.append([kinds({"metric": metric}), metric.item()])
+        scheduler.step(metric)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "number"}}
+
+    class Look(api.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            bar = {name: value for name, value in trainer.progress_bar_metrics.items() if name.endswith("_on_step")}
+            seen.extend([kinds(trainer.callback_metrics), kinds(bar)])
+
+        def on_validation_end(self, trainer, pl_module):
+            seen.append(kinds(trainer.callback_metrics))
+
+    checkpoint = api.callbacks.ModelCheckpoint(dirpath=str(folder), monitor="number")
+    stopping = api.callbacks.EarlyStopping(monitor="number")
+    methods = {"training_step": training_step, "validation_step": validation_step, "test_step": validation_step,
+               "lr_scheduler_step": lr_scheduler_step, "configure_optimizers": configure_optimizers}  # fmt: skip
+    module = model(api, **methods)
+    logger = api.loggers.CSVLogger(str(folder), name="rows")
+    run = trainer(api, folder, callbacks=[Look(), checkpoint, stopping], logger=logger, log_every_n_steps=1,
+                  enable_checkpointing=True)  # fmt: skip
+    run.fit(module, loader(2), loader(1))
+    seen += [kinds(run.callback_metrics), kinds(run.logged_metrics), run.callback_metrics["number"].item()]
+    scores = {"best": checkpoint.best_model_score, "current": checkpoint.current_score, "kth": checkpoint.kth_value,
+              "stopping": stopping.best_score, **dict(enumerate(checkpoint.best_k_models.values()))}  # fmt: skip
+    run.callback_metrics["of mine"] = torch.tensor(1.0)
+    return [seen, kinds(scores), kinds(run.callback_metrics), kinds(run.validate(module, loader(1), verbose=False)[0]),
+            kinds(run.test(module, loader(1), verbose=False)[0]), kinds(run.callback_metrics)]  # fmt: skip
 
 
 @shows(METHODS, "name value")

@@ -16,6 +16,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+from stratagem.errors import ConfigError
 from stratagem.loggers import CSVLogger, TensorBoardLogger
 from stratagem.stack.plugin_hooks import hook_specifications
 from stratagem_migrate.names import NAMES
@@ -86,7 +87,7 @@ def ours():
             name for method in methods for name in inspect.signature(method).parameters
         },
         "CombinedLoader": set(inspect.signature(sg.CombinedLoader).parameters),
-        "LightningModule": {*dir(sg.Module)},
+        "LightningModule": {*dir(sg.Module)} - refusing(sg.Module(), "to_onnx", "to_tensorrt", "to_torchscript"),
         "LightningDataModule": {*dir(sg.DataModule)},
         "Callback": {*dir(sg.Callback)},
         "Options of ModelCheckpoint": set(inspect.signature(ModelCheckpoint).parameters),
@@ -96,6 +97,16 @@ def ours():
         "CSVLogger": {*dir(CSVLogger)},
         "TensorBoardLogger": {*dir(TensorBoardLogger)},
     }
+
+
+def refusing(module, *methods):
+    """Return those of `methods` that are refused with what to use instead."""
+    found = set()
+    for name in methods:
+        with pytest.raises(ConfigError, match=r"export\(module|compile\(module"):
+            getattr(module, name)("file", method="trace")
+        found.add(name)
+    return found
 
 
 def test_what_the_page_calls_the_same_exists_and_what_it_calls_refused_does_not():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,47 @@ def test_a_program_shows_each_name_that_the_page_calls_the_same():
 
     assert {(title, name) for title, (same, _) in page.items() for name in same} - shown == set()
     assert shown - {(title, name) for title, (same, others) in page.items() for name in (*same, *others)} == set()
+
+
+def test_a_program_uses_each_name_that_it_shows():
+    called = {(PLACES[place], name) for place, name in calls_of_hooks()}
+    used = {(section, name) for program, shown in lightning_programs.SHOWN.items() for section, name in shown
+            if name in names_in(program)}  # fmt: skip
+
+    same = {(title, name) for title, (same, _) in sections().items() for name in same}
+    assert same - used - called == set()
+
+
+PLACES = {"module": "LightningModule", "callback": "Callback"}
+
+
+def calls_of_hooks():
+    """Return the hooks that programs see called, which they record without naming them: (place, name)."""
+    api, found = lightning_programs.library("stratagem"), []
+    for program in ("hooks_of_fit", "hooks_of_evaluation"):
+        with tempfile.TemporaryDirectory() as folder:
+            found += lightning_programs.PROGRAMS[program](api, Path(folder))
+    return {tuple(call[:2]) for call in found}
+
+
+def names_in(program, seen=None):
+    """Return the attributes, keywords, methods and words that are in a program and in what it uses of its module."""
+    seen = set() if seen is None else seen
+    seen.add(program)
+    found = set()
+    for node in (each for part in DEFINED[program] for each in ast.walk(part)):
+        match node:
+            case ast.Attribute(attr=name) | ast.keyword(arg=str(name)) | ast.FunctionDef(name=name):
+                found.add(name)
+            case ast.Constant(value=str(text)):
+                found.update(text.split())
+            case ast.Name(id=name) if name in DEFINED and name not in seen:
+                found |= names_in(name, seen)
+    return found
+
+
+#: The body of each function of the programs' module.
+DEFINED = {each.name: each.body for each in ast.parse(PROGRAMS.read_text()).body if isinstance(each, ast.FunctionDef)}
 
 
 @pytest.mark.when_changed(

@@ -13,6 +13,7 @@ import enum
 import inspect
 import json
 import math
+import os
 import re
 import sys
 import types
@@ -22,11 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import attrs
 
-from stratagem.api.paths import as_path, is_remote
+from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def check(instance: Any, path: str) -> None:
     for name, option in options(type(instance)).items():
         value = getattr(instance, option.name)
         converted = convert(value, hints[name], _join(path, name))
-        if isinstance(converted, Path | timedelta) and converted != value:
+        if isinstance(converted, Path | timedelta) and (type(converted), converted) != (type(value), value):
             setattr(instance, option.name, converted)
 
 
@@ -148,6 +149,16 @@ def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
     if not attrs.has(cls):
         return {}
     return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
+
+
+def options_in(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a mapping whose "name" chooses a plugin: those beside it, and those in "init_args" if any.
+
+    An option that is itself called ``name`` can only be in the latter.
+    """
+    beside = {key: value for key, value in chosen.items() if key != "name"}
+    inner = beside.pop("init_args") if isinstance(beside.get("init_args"), Mapping) else {}
+    return {**beside, **inner}
 
 
 def option_types(cls: type[Any]) -> Mapping[str, Any]:
@@ -235,11 +246,9 @@ def _from_code() -> cattrs.Converter:
     converter = _passthrough_converter()
     converter.register_structure_hook(bool, _exactly(bool))
     converter.register_structure_hook(int, _exactly(int))
-    converter.register_structure_hook(str, lambda value, _: _text(value))
     converter.register_structure_hook(float, _number)
     converter.register_structure_hook(type(None), _exactly(type(None)))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(value))
-    converter.register_structure_hook(Path, lambda value, _: _path(value))
     return converter
 
 
@@ -248,18 +257,14 @@ def _from_text() -> cattrs.Converter:
     converter = _passthrough_converter(parse=_parse_container)
     converter.register_structure_hook(bool, lambda value, _: _parse_bool(value))
     converter.register_structure_hook(int, lambda value, _: _parse_int(value))
-    converter.register_structure_hook(str, lambda value, _: _text(value))
     converter.register_structure_hook(float, lambda value, _: _number(_parse_number(value), float))
     converter.register_structure_hook(type(None), lambda value, _: _parse_none(value))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(_parse_number(value)))
-    converter.register_structure_hook(Path, lambda value, _: _path(value))
     return converter
 
 
 def _path(value: Any) -> Path:
-    if not isinstance(value, str) and is_remote(value) and hasattr(value, "fs"):
-        return cast("Path", value)
-    return as_path(_instance(value, (str, Path)))
+    return as_path(value if hasattr(value, "fs") else _instance(value, (str, os.PathLike)))  # a UPath has one
 
 
 def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None = None) -> cattrs.Converter:
@@ -270,6 +275,8 @@ def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None 
     import cattrs
 
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
+    converter.register_structure_hook(str, lambda value, _: _text(value))
+    converter.register_structure_hook(Path, lambda value, _: _path(value))
 
     def container(accepts: tuple[type, ...], make: Callable[[Any], Any], value: Any, item: Any) -> Any:
         checked = _instance(parse(value, accepts) if parse else value, accepts)

@@ -27,16 +27,12 @@ def as_path(path: Any) -> Path:
     """
     if "\0" in str(path):
         raise ConfigError(f"path {str(path)!r} has a NUL character in it", expected="a path", do="remove it")
-    if isinstance(path, Path):
-        return _local(path)
-    if isinstance(path, str) and "://" not in path:
-        return _local(path)
-    if isinstance(path, str) and path.startswith(("file://", "local://")):
-        return _local(path.partition("://")[2])
-    if not isinstance(path, str):
-        if hasattr(path, "fs") and hasattr(path, "protocol"):  # a UPath
-            return path if path.protocol not in ("", "file", "local") else _local(path.path)
+    if hasattr(path, "fs") and hasattr(path, "protocol"):  # a UPath
+        return path if path.protocol not in ("", "file", "local") else _local(path.path)
+    if not isinstance(path, str) or "://" not in path:
         return _local(os.fspath(path))
+    if path.startswith(("file://", "local://")):
+        return _local(path.partition("://")[2])
     try:
         from upath import UPath
 
@@ -50,16 +46,12 @@ def as_path(path: Any) -> Path:
     return remote  # type: ignore[no-any-return]
 
 
-def _local(path: str | Path) -> Path:
-    text = str(path)
-    if not text or "\0" in text:
-        raise ConfigError(
-            f"path {text!r} {'contains a NUL character' if text else 'is empty'}",
-            expected="the path of a file or folder",
-            do="" if text else 'write "." for the current folder',
-        )
+def _local(text: str) -> Path:
+    if not text:
+        do = 'write "." for the current folder'
+        raise ConfigError("path '' is empty", expected="the path of a file or folder", do=do)
     if not text.startswith("~"):
-        return Path(path)
+        return Path(text)
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         first = Path(text).parts[0]

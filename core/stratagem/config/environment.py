@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from stratagem.config.settings import RunSettings, option_names
 from stratagem.config.sources import PREFIX, Source
 from stratagem.discovery import registry
-from stratagem.discovery.catalog import moved_argument
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ def _warn_of_lightning(variables: Mapping[str, str], arguments: Collection[str])
         elif variable.startswith("PL_TRAINER_") or variable in _LIGHTNING_RUN:
             name = variable.removeprefix("PL_TRAINER_").removeprefix("LT_")
             known = name.lower() in arguments
-            advice = f"set {PREFIX}TRAINER_{name}" if known else moved_argument(name.lower()) or "unset it"
+            advice = f"set {PREFIX}TRAINER_{name}" if known else moved_names("arguments").get(name.lower(), "unset it")
         else:
             continue
         warnings.warn(f"the variable {variable} is set, which Lightning reads and stratagem does not; {advice}",

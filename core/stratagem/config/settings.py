@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from stratagem.api.options import as_list, build, changes, convert_options, option_types
+from stratagem.api.options import as_list, build, changes, convert_options, option_types, options_in
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import at_least
 from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
-from stratagem.discovery.catalog import moved_argument
+from stratagem.discovery.catalog import moved_names
 from stratagem.distributed.uncaught_errors import end_with_sentence
 from stratagem.errors import ConfigError, nearest, shown
 
@@ -184,7 +184,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
             return convert_options(cls, {name: value}, "")  # raises an error that lists the known names
         raise ConfigError(
             f"{layer.origin} sets {name!r}, which is not an argument", expected="an argument of the Trainer",
-            do=moved_argument(name) or nearest(name, known) or "see --help",
+            do=moved_names("arguments").get(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
     if layer.text and (name in registry.arguments() or name in ("plugins", "profiler", "checks")):
         return parse_choice(value)
@@ -206,9 +206,8 @@ def _split_options(
         options.pop(kind, None)  # they belong to another plugin
     if not is_mapping:
         return choice
-    for option, value in choice.items():
-        if option != "name":
-            options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, text=False)
+    for option, value in options_in(choice).items():
+        options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, text=False)
     return name
 
 
@@ -288,7 +287,8 @@ def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
                 if name not in added:
                     raise ConfigError(
                         f"{owner} has no argument {name!r}", expected="one of its arguments",
-                        do=moved_argument(name) or nearest(name, [*known, *added]) or f"see help(stratagem.{owner})",
+                        do=moved_names("arguments").get(name) or nearest(name, [*known, *added])
+                        or f"see help(stratagem.{owner})",
                     )  # fmt: skip
             self._given, self._sources = arguments | others, sources
             init(self, *values, **arguments)

@@ -54,9 +54,12 @@ def how_to_install(package: str) -> str:
 # --- Names of other trainers ------------------------------------------------------------------------------------------
 
 
-def moved_argument(name: str) -> str:
-    """Return what to write instead of `name`, an argument of another trainer; "" for an unknown one."""
-    return moved_names("arguments").get(name, "")
+def counterpart(name: str) -> str:
+    """Return what to use instead of `name`, which another trainer's packages have; "" for an unknown one."""
+    entry: Any = moved_names("names").get(name, {})
+    plugin = "the {} {!r}".format(*entry["plugin"]) if "plugin" in entry else entry.get("text")
+    found = f"use stratagem.{entry['name']}" if "name" in entry else plugin and f"use {plugin}"
+    return "; ".join(filter(None, [found, entry.get("note"), moved_names("modules").get(name)]))
 
 
 def moved_names(table: str) -> Mapping[str, str]:
@@ -64,10 +67,10 @@ def moved_names(table: str) -> Mapping[str, str]:
 
     Packages, which are not imported, name TOML files in entry points of the group ``stratagem_moved_names``, such as
     ``names = "package:file.toml"``. One that cannot be read has none, since an error may be being told. The tables are
-    ``arguments`` (of the Trainer), ``plugins``, ``classes``, ``hooks`` (which have other arguments here) and
-    ``hook_arguments``; ``module_methods``, ``data_methods`` and ``callback_methods``, which are not called here ("what
-    to define; what to do"), nor are those in ``methods of CLASS`` and ``methods below CLASS`` by what derives from it;
-    ``method_arguments``, ``trainer_attributes`` and ``log_options``.
+    ``arguments`` (of the Trainer), ``plugins``, ``classes``, ``names`` (see `counterpart`), ``modules``, ``exports``,
+    ``hooks`` (which have other arguments here) and ``hook_arguments``; ``module_methods``, ``data_methods`` and
+    ``callback_methods``, which are not called here ("what to define; what to do"), nor are those in ``methods of CLASS``
+    and ``methods below CLASS`` by what derives from it; ``method_arguments``, ``trainer_attributes`` and ``log_options``.
     """
     return _moved_names().get(table, {})
 

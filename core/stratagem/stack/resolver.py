@@ -14,7 +14,7 @@ import attrs
 
 from stratagem.api.kinds import Kind, Plugin
 from stratagem.api.notebook import in_notebook
-from stratagem.api.options import as_list, check, is_list
+from stratagem.api.options import as_list, check, is_list, options_in
 from stratagem.config.devices import devices_of_processes, parse_devices
 from stratagem.config.settings import PluginOption, compile_options
 from stratagem.discovery import catalog, registry
@@ -129,12 +129,11 @@ class Chooser:
         if isinstance(value, base) or (kind in ("callback", "logger") and hook_implementations(value)):
             return self._instance(kind, value)
         if isinstance(value, Mapping):
-            chosen = dict(value)
-            if not isinstance(chosen.get("name"), str):
+            if not isinstance(value.get("name"), str):
                 raise ConfigError(
                     f"{path} is {shown(value)}", expected='a mapping with a "name"', do="add the plugin's name"
                 )
-            return self._named(kind, chosen.pop("name"), chosen, alone, path)
+            return self._named(kind, value["name"], options_in(value), alone, path)
         if isinstance(value, str) or (type(value) is int and kind == "precision"):
             return self._named(kind, str(value), {}, alone)
         if moved := catalog.moved(str(value).lower()):  # for example a dtype

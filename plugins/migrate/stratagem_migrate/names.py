@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from attrs import frozen
@@ -43,178 +46,12 @@ class Counterpart:
         return self.text
 
 
-def _plugins(kind: str, **names: str) -> dict[str, Counterpart]:
-    return {theirs: Counterpart(plugin=(kind, ours)) for theirs, ours in names.items()}
+def _read(plugin: Sequence[str] = (), **fields: str) -> Counterpart:
+    return Counterpart(plugin=(plugin[0], plugin[1]) if plugin else None, **fields)
 
 
-def _missing(*names: str, note: str) -> dict[str, Counterpart]:
-    return dict.fromkeys(names, Counterpart(note=note))
-
-
-_BY_HAND = "write it as a strategy plugin, docs/strategy-in-60-lines.md"
-
-NAMES: Final[dict[str, Counterpart]] = {
-    "Trainer": Counterpart("Trainer"),
-    "LightningModule": Counterpart("Module"),
-    "LightningDataModule": Counterpart("DataModule"),
-    "Callback": Counterpart("Callback"),
-    "Logger": Counterpart("Logger"),
-    "LightningLoggerBase": Counterpart("Logger"),
-    "LightningLoggerBaseExperiment": Counterpart(note="a logger gets numbers in log_metrics"),
-    "seed_everything": Counterpart("seed_everything"),
-    "Fabric": Counterpart("Run", note="Run.launch(main), then run.setup, run.backward, run.optimizer_step, run.save"),
-    "LightningLite": Counterpart("Run", note="Run.launch(main), then run.setup, run.backward, run.optimizer_step"),
-    "LightningCLI": Counterpart(
-        text="`stratagem fit run.yaml`", note="or stratagem.Trainer.from_cli() in your own script"
-    ),
-    "LightningArgumentParser": Counterpart(text="stratagem.Trainer.from_cli()"),
-    "MisconfigurationException": Counterpart("errors.ConfigError"),
-    "find_usable_cuda_devices": Counterpart("find_usable_cuda_devices"),
-    "Tuner": Counterpart(
-        text='callbacks=["learning_rate_finder"] or ["batch_size_finder"]', note="they run when fit starts"
-    ),
-    # --- Callbacks
-    **_plugins(
-        "callback",
-        ModelCheckpoint="model_checkpoint", EarlyStopping="early_stopping",
-        LearningRateMonitor="learning_rate_monitor", LearningRateLogger="learning_rate_monitor",
-        GradientAccumulationScheduler="gradient_accumulation_scheduler", Timer="timer",
-        EMAWeightAveraging="ema", StochasticWeightAveraging="stochastic_weight_averaging",
-        ModelSummary="model_summary", RichModelSummary="model_summary", DeviceStatsMonitor="device_stats",
-        GPUStatsMonitor="device_stats", XLAStatsMonitor="device_stats", ThroughputMonitor="throughput",
-        BatchSizeFinder="batch_size_finder", LearningRateFinder="learning_rate_finder",
-        BackboneFinetuning="backbone_finetuning", OnExceptionCheckpoint="on_exception_checkpoint",
-        SpikeDetection="spike_detection", TQDMProgressBar="tqdm",
-        RichProgressBar="progress", ProgressBar="progress", ProgressBarBase="progress", LambdaCallback="lambda",
-    ),
-    "WeightAveraging": Counterpart("callbacks.WeightAveraging"),
-    "BasePredictionWriter": Counterpart("callbacks.BasePredictionWriter"),
-    "BaseFinetuning": Counterpart("callbacks.BaseFinetuning"),
-    "Checkpoint": Counterpart("Callback"),
-    "ModelPruning": Counterpart(note="call torch.nn.utils.prune from a callback"),
-    "QuantizationAwareTraining": Counterpart(text='callbacks=["int8_qat"] (of stratagem-torchao)'),
-    # --- Loggers
-    **_plugins(
-        "logger", CSVLogger="csv", TensorBoardLogger="tensorboard", WandbLogger="wandb", MLFlowLogger="mlflow"
-    ),
-    **_missing(
-        "CometLogger", "NeptuneLogger", "TestTubeLogger", "LitLogger",
-        note="a logger is a class with one method, log_metrics: docs/writing-a-plugin.md",
-    ),
-    # --- Strategies
-    **_plugins(
-        "strategy", DDPStrategy="ddp", FSDPStrategy="fsdp", SingleDeviceStrategy="single_device",
-        DDPShardedStrategy="ddp_sharded", DDPFullyShardedNativeStrategy="fsdp", DDPFullyShardedStrategy="fsdp",
-        DDPPlugin="ddp", DDPShardedPlugin="ddp_sharded", DDPFullyShardedPlugin="fsdp",
-        SingleDevicePlugin="single_device", DeepSpeedStrategy="deepspeed", DeepSpeedPlugin="deepspeed",
-    ),
-    **dict.fromkeys(
-        ("DDPSpawnStrategy", "DDPSpawnPlugin"),
-        Counterpart(text='stratagem.strategies.DDPStrategy(start_method="spawn")'),
-    ),
-    **dict.fromkeys(
-        ("DDPSpawnShardedStrategy", "DDPSpawnShardedPlugin"),
-        Counterpart(text='strategy="ddp_sharded", launcher="spawn"'),
-    ),
-    **dict.fromkeys(
-        ("DataParallelStrategy", "DataParallelPlugin", "DDP2Plugin"),
-        Counterpart(text='strategy="ddp"', note="one process for each device; the batch size is each process's"),
-    ),
-    **dict.fromkeys(
-        ("HorovodStrategy", "HorovodPlugin"),
-        Counterpart(text='strategy="horovod" (of stratagem-horovod)', note='strategy="ddp" needs no engine'),
-    ),
-    "HivemindStrategy": Counterpart(text='strategy={"name": "hivemind", ...} (of stratagem-hivemind)'),
-    "BaguaStrategy": Counterpart(text='strategy="async_averaging" (or "decentralized")'),
-    "DDPSequentialPlugin": Counterpart(
-        text='strategy={"name": "ddp_sequential", "balance": [...]}', note="docs/parallelism.md"
-    ),
-    "ModelParallelStrategy": Counterpart(
-        text="stratagem.strategies.ParallelStrategy(shard=data_parallel_size, tensor=tensor_parallel_size)",
-        note='where Lightning\'s sizes are "auto": shard is num_nodes, tensor is "auto"; docs/parallelism.md',
-    ),
-    **_missing(
-        "XLAStrategy", "SingleDeviceXLAStrategy", "SingleTPUStrategy", "TPUSpawnStrategy", "XLAEnvironment",
-        "XLAProfiler", "XLAAccelerator", "TPUAccelerator", "XLACheckpointIO", "XLAPrecision", "TPUSpawnPlugin",
-        note='`pip install stratagem-xla`, and choose accelerator="tpu" and a strategy of it by name',
-    ),
-    **_missing(
-        "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", note="not available",
-    ),
-    "ColossalAIStrategy": Counterpart(
-        text='strategy="fsdp"',
-        note='it shards as Gemini did; `pip install stratagem-colossalai` has Gemini itself, as plugin="gemini"',
-    ),
-    "Strategy": Counterpart("Strategy", note=_BY_HAND),
-    "ParallelStrategy": Counterpart("Strategy", note=_BY_HAND),
-    "TrainingTypePlugin": Counterpart("Strategy", note=_BY_HAND),
-    "StrategyRegistry": Counterpart(text='an entry point in the group "stratagem.strategy"', note=_BY_HAND),
-    # --- Precision, environments, checkpoints, accelerators
-    **dict.fromkeys(
-        ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "ApexMixedPrecisionPlugin",
-         "ShardedNativeMixedPrecisionPlugin", "FSDPPrecision", "FullyShardedNativeMixedPrecisionPlugin"),
-        Counterpart(text='precision="16-mixed" or "bf16-mixed"'),
-    ),
-    "HalfPrecision": Counterpart(text='precision="16-true" or "bf16-true"'),
-    "DoublePrecision": Counterpart(text='precision="64-true"'),
-    "DoublePrecisionPlugin": Counterpart(text='precision="64-true"'),
-    "BitsandbytesPrecision": Counterpart(text='precision={"name": "nf4", ...} (of stratagem-bitsandbytes)'),
-    "TransformerEnginePrecision": Counterpart(
-        text='precision="transformer-engine" (of stratagem-transformer-engine)',
-        note='"fp8" with emulate=True runs without CUDA, too',
-    ),
-    "DeepSpeedPrecision": Counterpart(text='precision="bf16-mixed" or "16-mixed"', note="the engine applies it"),
-    "PrecisionPlugin": Counterpart("Precision"),
-    "Precision": Counterpart("Precision"),
-    **_plugins(
-        "environment", TorchElasticEnvironment="torchelastic", LightningEnvironment="local",
-        SLURMEnvironment="slurm", KubeflowEnvironment="kubeflow", LSFEnvironment="lsf", MPIEnvironment="mpi",
-    ),
-    "ClusterEnvironment": Counterpart("Environment"),
-    "CheckpointIO": Counterpart("CheckpointFormat"),
-    "TorchCheckpointIO": Counterpart(text='checkpoint="full"'),
-    "AsyncCheckpointIO": Counterpart(text='checkpoint={"name": "full", "async_save": True}'),
-    "TorchSyncBatchNorm": Counterpart(text="Trainer(sync_batchnorm=True)"),
-    "NativeSyncBatchNorm": Counterpart(text="Trainer(sync_batchnorm=True)"),
-    "LayerSync": Counterpart(text="Trainer(sync_batchnorm=True)"),
-    "CPUAccelerator": Counterpart(text='accelerator="cpu"'),
-    "CUDAAccelerator": Counterpart(text='accelerator="cuda"'),
-    "GPUAccelerator": Counterpart(text='accelerator="gpu"'),
-    "MPSAccelerator": Counterpart(text='accelerator="mps"'),
-    "Accelerator": Counterpart("Accelerator"),
-    # --- Profilers
-    "SimpleProfiler": Counterpart(text='profiler="simple"'),
-    "AdvancedProfiler": Counterpart(text='profiler="advanced"'),
-    "PyTorchProfiler": Counterpart(text='profiler="pytorch"'),
-    "PassThroughProfiler": Counterpart(text="no profiler="),
-    # --- Utilities
-    "rank_zero_only": Counterpart("rank_zero_only"),
-    "rank_zero_info": Counterpart("rank_zero_info"),
-    "rank_zero_warn": Counterpart("rank_zero_warn"),
-    **dict.fromkeys(
-        ("rank_zero_debug", "rank_zero_deprecation"),
-        Counterpart(text="if trainer.is_global_zero:", note="or trainer.print, which prints only on rank 0"),
-    ),
-    "CombinedLoader": Counterpart("CombinedLoader"),
-    **dict.fromkeys(
-        ("convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint"),
-        Counterpart(text="`stratagem checkpoint consolidate`", note="it writes one file for torch.load"),
-    ),
-    "isolate_rng": Counterpart(text="torch.random.fork_rng()"),
-    "grad_norm": Counterpart(plugin=("callback", "gradient_norms")),
-    "move_data_to_device": Counterpart("api.batches.move_batch"),
-    "AttributeDict": Counterpart(text="a dict"),
-    "STEP_OUTPUT": Counterpart(text="typing.Any"),
-    "EPOCH_OUTPUT": Counterpart(text="list"),
-    "TRAIN_DATALOADERS": Counterpart(text="torch.utils.data.DataLoader"),
-    "EVAL_DATALOADERS": Counterpart(text="torch.utils.data.DataLoader"),
-    "OptimizerLRScheduler": Counterpart(text="typing.Any"),
-    "LightningOptimizer": Counterpart(text="torch.optim.Optimizer"),
-    "TrainResult": Counterpart(text="self.log"),
-    "EvalResult": Counterpart(text="self.log"),
-    "__version__": Counterpart("__version__"),
-    **_missing("LightningDistributedModule", "LightningParallelModule", note="not part of stratagem"),
-}  # fmt: skip
+_TABLE: Final = tomllib.loads(Path(__file__).with_name("moved.toml").read_text(encoding="utf-8"))["names"]
+NAMES: Final = {name: _read(**fields) for name, fields in _TABLE.items()}
 
 #: Names whose counterpart takes their place as it is, in a call or an annotation; `imports` tells how others differ.
 DROP_IN: Final = frozenset({

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import nearest
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
@@ -15,9 +16,7 @@ from stratagem_migrate.source import Source, methods, short
 SELF: Final[dict[str, tuple[str, str]]] = {
     "on_gpu": ('self.device.type == "cuda"', ""),
     "on_tpu": ('self.device.type == "xla"', "the trainer divides the loader: no sampler is needed"),
-    "to_onnx": ("torch.onnx.export(self, ...)", ""),
-    "to_torchscript": ("torch.jit.trace or torch.jit.script", ""),
-    "to_tensorrt": ("torch_tensorrt.compile", ""),
+    **{name: (instead.replace("module", "self"), "") for name, instead in moved_names("exports").items()},
     "hparams_initial": ("self.hparams", ""),
     "fabric": ("self.trainer.run", ""),
     "use_ddp": ("self.trainer.world_size > 1", ""),

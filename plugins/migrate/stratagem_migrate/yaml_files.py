@@ -272,7 +272,10 @@ def _rewrite_plugin(edits: YamlEdits, built: Built) -> None:
     if any(new != key.value for key, _, new in options) or len(options) < len(list(built.items())):
         return
     path, inner = entry(built.mapping, "class_path"), entry(built.mapping, "init_args")
-    if inner is not None and (not isinstance(inner[1], yaml.MappingNode) or not edits.inline(built.mapping, *inner)):
+    stays = any(key.value == "name" for key, _, _ in options)  # beside them `name` chooses the plugin
+    if inner is not None and not (
+        stays or (isinstance(inner[1], yaml.MappingNode) and edits.inline(built.mapping, *inner))
+    ):
         return
     edits.replace(path[0], "name")
     edits.replace(path[1], plugin[1])

@@ -21,6 +21,17 @@ def _of_settings(name: str) -> Any:
     return property(lambda view: getattr(view.settings, name))
 
 
+def _limit(name: str, overfits: bool = False) -> Any:
+    """Return a property that is the limit `name` as it applies: a number of batches, or a part of all."""
+
+    def get(view: CallView) -> float:
+        settings = view.settings
+        limit = (overfits and settings.overfit_batches) or getattr(settings, name)
+        return int(settings.fast_dev_run) or (1.0 if limit is None else limit)
+
+    return property(get)
+
+
 def _is_stage(*stages: str) -> Any:
     """Return a property that tells whether one of `stages` is under way."""
     return property(lambda view: view.state.stage in stages)
@@ -33,11 +44,9 @@ class CallView:
     run: Context
     _state: FitState
 
-    limit_train_batches, limit_val_batches = _of_settings("limit_train_batches"), _of_settings("limit_val_batches")
-    limit_test_batches, limit_predict_batches = (
-        _of_settings("limit_test_batches"),
-        _of_settings("limit_predict_batches"),
-    )
+    limit_train_batches = _limit("limit_train_batches", overfits=True)
+    limit_val_batches = _limit("limit_val_batches", overfits=True)
+    limit_test_batches, limit_predict_batches = _limit("limit_test_batches"), _limit("limit_predict_batches")
     num_sanity_val_steps, overfit_batches = _of_settings("num_sanity_val_steps"), _of_settings("overfit_batches")
     val_check_interval = _of_settings("val_check_interval")
     check_val_every_n_epoch = _of_settings("check_val_every_n_epoch")
@@ -74,7 +83,7 @@ class CallView:
 
     @property
     def ckpt_path(self) -> str | Path | None:
-        """The `ckpt_path` of the call that is under way, or of the last one."""
+        """What the call that is under way, or the last one, read: `ckpt_path` as it was given, the path for a name."""
         return self._state.ckpt_path
 
     # --- The model and its loaders ---------------------------------------------------------------------------------

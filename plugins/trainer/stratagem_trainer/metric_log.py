@@ -21,15 +21,15 @@ F = TypeVar("F", bound=Callable[..., None])
 
 def refuse_unknown_options(log: F) -> F:
     """Let `log`, a method whose options are keywords, refuse one that it does not have."""
-    parameters = inspect.signature(log).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+    parameters = inspect.signature(log).parameters
+    known = [parameter.name for parameter in parameters.values() if parameter.default is not parameter.empty]
 
     @functools.wraps(log)
     def wrapper(self: Any, *values: Any, **options: Any) -> None:
         try:
             log(self, *values, **options)
         except TypeError as error:
-            unknown = next((option for option in options if option not in (*known, "name", "value", "values")), None)
+            unknown = next((option for option in options if option not in parameters), None)
             if unknown is None:
                 raise
             metric = next((repr(value) for value in values if isinstance(value, str)), "")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError
 from stratagem_trainer.device_mesh import device_mesh_of
 from stratagem_trainer.optimizer_handle import handles_of
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 
 #: Properties that raise an error without a trainer, or without one that has them.
 _OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_step", "logger", "loggers"}
+
+
+def _export(name: str) -> Any:
+    """Return a method that refuses to export, and tells what does."""
+
+    def refuse(self: nn.Module, *_: Any, **__: Any) -> None:
+        found = f"{type(self).__name__}.{name}() was called"
+        do = f"use {moved_names('exports').get(name, 'torch.export.export(module, ...)')}"
+        raise ConfigError(found, expected="a function of a package that exports", do=do)
+
+    return refuse
 
 
 class ModuleAccess(nn.Module):
@@ -126,11 +138,13 @@ class ModuleAccess(nn.Module):
             parameter.requires_grad = False
         return self.eval()
 
-    def unfreeze(self) -> None:
-        """Switch to training, and compute gradients of all parameters."""
+    to_onnx, to_tensorrt, to_torchscript = _export("to_onnx"), _export("to_tensorrt"), _export("to_torchscript")
+
+    def unfreeze(self) -> Self:
+        """Switch to training, and compute gradients of all parameters; return this module."""
         for parameter in self.parameters():
             parameter.requires_grad = True
-        self.train()
+        return self.train()
 
     # --- Optimizers and schedulers ---------------------------------------------------------------------------------
 

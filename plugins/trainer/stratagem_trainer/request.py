@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import define
+from attrs import define, field
 
+from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import in_order, seed_loader_workers
 from stratagem_trainer.combined_loader import CombinedLoader, are_several, joined, length, one_by_one
@@ -26,6 +28,10 @@ _LOADERS = {
 }
 
 
+def _path_or_name(path: Any) -> str | Path | None:
+    return as_path(path) if isinstance(path, os.PathLike) else path
+
+
 @define(eq=False)
 class StageRequest:
     """What the user called; sent to the processes that do it."""
@@ -34,7 +40,7 @@ class StageRequest:
     loaders: Any = None
     val_loaders: Any = None
     datamodule: Any = None
-    ckpt_path: str | Path | None = None
+    ckpt_path: str | Path | None = field(default=None, converter=_path_or_name)
     #: Keep what `predict_step` returns.
     keep_predictions: bool = True
     #: Optimizer states of an earlier fit of the same module, to go on with.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.api.paths import as_path
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
@@ -359,6 +360,7 @@ class StageRunner:
         if again and (own := restarts.read_own_checkpoint(fit, request.ckpt_path)) is not None:
             return own
         path = trainer_state.find(fit, request.ckpt_path)
+        fit.ckpt_path = path and (request.ckpt_path if as_path(request.ckpt_path) == path else str(path))  # of "best"
         return None if path is None else (path, state_io.read_checkpoint(self.run, path))
 
 

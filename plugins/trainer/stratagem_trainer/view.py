@@ -305,6 +305,7 @@ class View(CallView):
 
         return accepts(self._state, arguments)
 
+    @refuse_unknown_options
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
         """Write to `filepath` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
 
