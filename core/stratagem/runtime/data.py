@@ -120,11 +120,11 @@ def _shuffles(sampler: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell every part of `loader` that shuffles by epoch which one begins."""
-    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    dataset = getattr(loader, "dataset", None)  # a stream that shuffles, such as that of datasets
-    for part in (sampler, batch_sampler, loader, None if inner is sampler else inner, dataset):
+    """Tell every part of `loader` that shuffles by epoch which one begins; its data set may have grown."""
+    for part in (*_samplers_of(loader), loader, getattr(loader, "dataset", None)):  # a data set may be a stream
+        if type(part) is DistributedSampler:  # it measures its data set when it is made
+            options = part.dataset, part.num_replicas, part.rank, part.shuffle, part.seed, part.drop_last
+            DistributedSampler.__init__(part, *options)
         tell = getattr(part, "set_epoch", None)
         if callable(tell):
             tell(epoch)
