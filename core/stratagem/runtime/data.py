@@ -189,8 +189,7 @@ def in_order(loader: Any) -> Any:
         return loader
     shuffles = type(loader.sampler) is RandomSampler
     # A sampler of another kind also selects samples: the first selection is kept.
-    samples: Any = loader.dataset  # a sampler that shuffles it knows its length
-    sampler: Any = SequentialSampler(samples) if shuffles else list(loader.sampler)
+    sampler: Any = SequentialSampler(loader.dataset) if shuffles else list(loader.sampler)  # type: ignore[arg-type]
     return replace_in_loader(
         loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last)
     )
