@@ -11,6 +11,7 @@ so that any strategy at any world size can read what any other wrote.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +111,10 @@ def check_weights(shapes: Mapping[str, Any], state: Mapping[str, Any], strict: b
     """Check that `state` fits a model whose tensors have `shapes`; None is the shape of values that are not tensors.
 
     Raises:
-        CheckpointError: names or shapes differ (names: only if `strict`).
+        CheckpointError: names or shapes differ (names: only if `strict`, or if none fits).
     """
+    if shapes and state and not shapes.keys() & state.keys():
+        raise _nothing_fits(list(state), list(shapes))
     if strict:
         way_out = "or set strict_loading = False on the module (strict=False) to load what fits"
         _check_same("model state", "tensors", list(state), list(shapes), way_out)
@@ -123,6 +126,20 @@ def check_weights(shapes: Mapping[str, Any], state: Mapping[str, Any], strict: b
                 expected=f"{tuple(mine or ())} as in this model",
                 do="load it into the model that wrote it",
             )
+
+
+def _nothing_fits(saved: list[str], own: list[str]) -> CheckpointError:
+    """Return an error that names what `saved` names begin with, and how they become those of the model."""
+    old, new = (same[: same.rfind(".") + 1] for same in map(os.path.commonprefix, (saved, own)))
+    end = os.path.commonprefix((f".{old}"[::-1], f".{new}"[::-1]))[::-1].partition(".")[2]  # noqa: RUF071 - no paths
+    old, new = old.removesuffix(end), new.removesuffix(end)
+    fits = not {new + name.removeprefix(old) for name in saved}.isdisjoint(own)
+    rename = f"rename them: `stratagem checkpoint convert FILE NEW --rename '{old or '^'}={new}'`"
+    begin = f"all begin with {old!r}" if old else f"are such as {saved[0]!r}"
+    return CheckpointError(
+        f"model state has no tensor of this model: its {len(saved)} names {begin}",
+        expected=f"names such as {own[0]!r}", do=rename if fits else "load it into the model that wrote it",
+    )  # fmt: skip
 
 
 def _names_in_order(optimizer: Optimizer, module: nn.Module) -> list[str]:

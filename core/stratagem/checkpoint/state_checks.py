@@ -49,16 +49,14 @@ def check_structure(state: Any, path: Any) -> None:
     if "state_dict" not in state:
         raise CheckpointError(f"{path} has no 'state_dict'", expected="a checkpoint with a model", do=_DO)
     _check(path, "state_dict", state["state_dict"], Mapping, "a mapping of tensors by name")
-    for key in _MAPPINGS:
-        if key in state:
-            _check(path, key, state[key], Mapping, "a mapping")
+    for key in (key for key in _MAPPINGS if key in state):
+        _check(path, key, state[key], Mapping, "a mapping")
     if "hparams_left_out" in state:
         _check(path, "hparams_left_out", state["hparams_left_out"], list | tuple, "a list of names")
-    for key in _LISTS:
-        if key in state:
-            _check(path, key, state[key], list | tuple, "a list of mappings")
-            for number, item in enumerate(state[key]):
-                _check(path, f"{key}[{number}]", item, Mapping, "a mapping")
+    for key in (key for key in _LISTS if key in state):
+        _check(path, key, state[key], list | tuple, "a list of mappings")
+        for number, item in enumerate(state[key]):
+            _check(path, f"{key}[{number}]", item, Mapping, "a mapping")
     ranks = state.get("ranks", ())
     if isinstance(ranks, Tensor) and ranks.dtype == torch.uint8 and ranks.dim() == 2:
         return  # each is checked when it is decoded
@@ -84,10 +82,7 @@ def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any =
     Raises:
         CheckpointError: names the tensor.
     """
-    own = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     converted = {
         f"{prefix}.{name}".removeprefix(".")
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -148,9 +143,8 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimi
                 _check_similar(own[key], group[key], f"{where}.{place}.{key}")
                 if _is_number(own[key]) and (defaults is None or key in defaults):
                     _check_usable(group[key], f"{where}.{place}.{key}")
-            elif defaults is not None and key not in defaults:
-                pass  # `with_new_options` keeps it
-            elif isinstance(own[key], int | float | tuple) and not isinstance(own[key], bool):
+            # Others stay, by `with_new_options`.
+            elif (defaults is None or key in defaults) and type(own[key]) in (int, float, tuple):
                 raise CheckpointError(f"{where}.{place} has no {key!r}", expected=f"one like {own[key]!r}", do=_DO)
         if is_torchs:
             _check_same_keys({name: entries[name] for name in group["params"] if name in entries}, where)

@@ -120,11 +120,11 @@ def _shuffles(sampler: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell every part of `loader` that shuffles by epoch which one begins."""
-    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    dataset = getattr(loader, "dataset", None)  # a stream that shuffles, such as that of datasets
-    for part in (sampler, batch_sampler, loader, None if inner is sampler else inner, dataset):
+    """Tell every part of `loader` that shuffles by epoch which one begins; its data set may have grown."""
+    for part in (*_samplers_of(loader), loader, getattr(loader, "dataset", None)):  # a data set may be a stream
+        if type(part) is DistributedSampler:  # it measures its data set when it is made
+            options = part.dataset, part.num_replicas, part.rank, part.shuffle, part.seed, part.drop_last
+            DistributedSampler.__init__(part, *options)
         tell = getattr(part, "set_epoch", None)
         if callable(tell):
             tell(epoch)
@@ -189,8 +189,7 @@ def in_order(loader: Any) -> Any:
         return loader
     shuffles = type(loader.sampler) is RandomSampler
     # A sampler of another kind also selects samples: the first selection is kept.
-    samples: Any = loader.dataset  # a sampler that shuffles it knows its length
-    sampler: Any = SequentialSampler(samples) if shuffles else list(loader.sampler)
+    sampler: Any = SequentialSampler(loader.dataset) if shuffles else list(loader.sampler)  # type: ignore[arg-type]
     return replace_in_loader(
         loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last)
     )

@@ -75,12 +75,7 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     load_optimizers(run, list(state.pop("optimizers", [])), optimizers, module, state["state_dict"], path)
     identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
     ranks = ranks_in(state, path)
-
-    def read_some() -> None:
-        for number in range(run.rank, len(ranks), run.world_size):
-            _ = ranks[number]
-
-    together(run.collectives, read_some)
+    together(run.collectives, lambda: [ranks[number] for number in range(run.rank, len(ranks), run.world_size)])
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
     load_rank_states(run, ranks)
@@ -181,10 +176,7 @@ def load_optimizers(run: StatefulRun, states: list[dict[str, Any]], optimizers: 
 
 
 def check_optimizers(
-    states: list[dict[str, Any]],
-    optimizers: list[Optimizer],
-    weights: Mapping[str, Any] | None,
-    path: Any,
+    states: list[dict[str, Any]], optimizers: list[Optimizer], weights: Mapping[str, Any] | None, path: Any
 ) -> None:
     """Refuse `states` that do not fit `optimizers`; see `load_optimizers`."""
     if optimizers and len(states) != len(optimizers):

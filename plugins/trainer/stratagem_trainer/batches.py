@@ -39,7 +39,7 @@ from stratagem.api.batches import replace_in_loader
 from stratagem.api.late_flag import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import ShardedSampler, in_order_of_several, set_epoch
+from stratagem.runtime.data import ShardedSampler, in_order_of_several
 from stratagem_trainer.combined_loader import (
     generators_in,
     has_state,
@@ -228,7 +228,6 @@ class ResumableBatches:
 
         An accumulation window has `accumulate` batches, the last one of an epoch those that are left.
         """
-        set_epoch(self.loader, position.epoch)
         self._accumulate = accumulate
         if self.targets is not None:
             self.targets.forget()

@@ -173,6 +173,7 @@ class TrainLoop:
         self.reload_loaders()
         if position.batches_done == 0:
             state.events.emit("on_train_epoch_start")
+            self.reload_loaders()  # data sets and samplers may have been changed
         between = state.batches_between_validations
         self.validate_every = None if math.isinf(between) else between
         counts_all = self.settings.check_val_every_n_epoch is None

@@ -8,12 +8,17 @@ needs to continue with the same batches.
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Final
 
 from attrs import define, field
 
 #: The key by which a checkpoint of Lightning is recognised.
 LIGHTNING_VERSION = "pytorch-lightning_version"
+
+#: What checkpoints of this format version may lack, since it was added later, with values that mean "as before". What
+#: has no such value raises the format version.
+ADDED: Final = {"skipped_steps": 0, "loss_divisor": 0.0, "continued_at": 0, "evaluated_batches": {}}
 
 
 @define(eq=False, repr=False)
@@ -51,5 +56,6 @@ class Position:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = copy.deepcopy(ADDED | state)
         for name in self.state_dict():
-            setattr(self, name, state[name] if name != "evaluated_batches" else dict(state.get(name, {})))
+            setattr(self, name, saved[name])

@@ -11,8 +11,8 @@ from attrs import define, field
 
 from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import in_order, seed_loader_workers
-from stratagem_trainer.combined_loader import CombinedLoader, are_several, joined, length, one_by_one
+from stratagem.runtime.data import in_order, seed_loader_workers, set_epoch
+from stratagem_trainer.combined_loader import CombinedLoader, are_several, joined, length, one_by_one, parts_of
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.module import overrides
 
@@ -114,7 +114,9 @@ class RequestLoaders:
         return shared
 
     def limited(self, option: str, loader: Any) -> float:
-        """Return how many batches of `loader` to use by `option`; inf where its length is unknown and unlimited."""
+        """Return how many batches of `loader` this epoch uses by `option`; inf if unknown and unlimited."""
+        for part in (loader, *parts_of(loader)):
+            set_epoch(part, self.run.progress.epoch)
         limit = int(self.settings.fast_dev_run) or getattr(self.settings, option)
         size = length(loader)
         if limit is None or (limit == 1.0 and isinstance(limit, float)):

@@ -55,6 +55,8 @@ class StageRunner:
         self.loaders = RequestLoaders(state, request)
         self.train_loader: Any = None
         self.val_loaders: list[Any] = []
+        #: Batches of `train_loader` and `val_loaders` that an epoch has.
+        self.lengths: list[float] = []
         #: The epoch that the loaders of a fit were made for.
         self.loaders_epoch = 0
         #: The checkpoint that the request begins with.
@@ -244,11 +246,15 @@ class StageRunner:
             self._size_epochs(self.train_loader)
 
     def reload_loaders(self) -> None:
-        """Make the loaders again, if the current epoch is to have others than the last. Collective."""
+        """Make the loaders again, if the current epoch is to have others than the last, or ask their lengths again.
+
+        Collective.
+        """
         position, every = self.state.position, self.settings.reload_dataloaders_every_n_epochs
         epoch = position.epoch
         due = epoch - epoch % every if every else 0
         if due == self.loaders_epoch:
+            self._follow_lengths()
             return
         # A run that resumes makes them as they were made in the epoch that was due, without random numbers of this one.
         before = random_state(self.run.devices) if due != epoch else None
@@ -263,6 +269,19 @@ class StageRunner:
         if before is not None:
             restore_random_state(before, self.run.devices)
 
+    def _follow_lengths(self) -> None:
+        """Size epochs again if a loader has another length now on some rank: data sets grow, samplers select."""
+        assert self.state.train_batches is not None
+        loader = self.state.train_batches.loader
+        if self.run.collectives.unchecked.any(self._lengths(loader) != self.lengths):
+            self.use_loader(loader)
+
+    def _lengths(self, *training: Any) -> list[float]:
+        """Return how many batches of the `training` loader, and of those to validate on, are to be used."""
+        option = "overfit_batches" if self.settings.overfit_batches else "limit_{}_batches"
+        loaders = [*(("train", each) for each in training), *(("val", each) for each in self.val_loaders)]
+        return [self.loaders.limited(option.format(word), each) for word, each in loaders]
+
     def use_loader(self, loader: Any) -> None:
         """Train with `loader`, this process's share, instead of the present one."""
         state = self.state
@@ -274,8 +293,8 @@ class StageRunner:
     def _size_epochs(self, loader: Any) -> None:
         """Find how many batches an epoch has, and how many lie between two validations."""
         state, settings = self.state, self.settings
-        option = "overfit_batches" if settings.overfit_batches else "limit_{}_batches"
-        size = self.loaders.limited(option.format("train"), loader)
+        self.lengths = self._lengths(loader)
+        size, *state.num_val_batches = self.lengths
         size = agreed_size(size, self.run, "training")
         if size == 0 and (settings.overfit_batches or settings.limit_train_batches != 0):
             raise ConfigError(
@@ -284,7 +303,6 @@ class StageRunner:
                 do="check its data set, drop_last and limit_train_batches",
             )
         state.num_training_batches, state.batch_size = size, getattr(loader, "batch_size", None)
-        state.num_val_batches = [self.loaders.limited(option.format("val"), each) for each in self.val_loaders]
         across, interval = settings.check_val_every_n_epoch is None, settings.val_check_interval
         without = not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches))
         if without or state.validates_in_time:
@@ -317,6 +335,9 @@ class StageRunner:
         if self.val_loaders and (self.settings.fast_dev_run or (state.position.epoch + 1) % every == 0):
             if overrides(self.module, "on_validation_model_zero_grad") and state.at_step_boundary:
                 self.module.on_validation_model_zero_grad()
+            if (sizes := self._lengths()) != state.num_val_batches:
+                end_workers(self.val_loaders)  # they have the data sets of before
+                state.num_val_batches = sizes
             with in_mode(state, "eval"):
                 evaluate(state, "validate", self.val_loaders, state.num_val_batches)
 

@@ -39,7 +39,7 @@ from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.hyperparameters import stored_hyperparameters
 from stratagem_trainer.module import BUILT, build, overrides
 from stratagem_trainer.optimizer_modes import forget_training_weights, set_mode
-from stratagem_trainer.progress import LIGHTNING_VERSION
+from stratagem_trainer.progress import ADDED, LIGHTNING_VERSION
 from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     for key in ("lr_schedulers", "callbacks", "plugins"):
         if key not in state:
             raise CheckpointError(f"{path} has no {key!r}", expected="all that a fit saves", do="use another one")
-    check_like(state["loop"], fit.position.state_dict(), f"{path}: loop")
+    check_like(ADDED | state["loop"], fit.position.state_dict(), f"{path}: loop")
     check_weights_fit(state["state_dict"], fit.module, path)
     _check_optimizers(fit, state, path)
     ranks = ranks_in(state, path)
@@ -215,6 +215,7 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     now = random_state(fit.run.devices) if fit.train_batches is None else fit.train_batches.random_state()
     for number in numbers:
         rank, where = ranks[number], f"{path}: ranks[{number}]"
+        # What was added later is read with a default: see `progress.ADDED`.
         for key in ("buffers", "random", "epoch_start", "metrics", "callback_metrics", "feed", "plugins"):
             if key not in rank:
                 raise CheckpointError(f"{where} has no {key!r}", expected="what each rank saved", do="use another one")
