@@ -69,8 +69,9 @@ def moved_names(table: str) -> Mapping[str, str]:
     ``names = "package:file.toml"``. One that cannot be read has none, since an error may be being told. The tables are
     ``arguments`` (of the Trainer), ``plugins``, ``classes``, ``names`` (see `counterpart`), ``modules``, ``exports``,
     ``hooks`` (which have other arguments here) and ``hook_arguments``; ``module_methods``, ``data_methods`` and
-    ``callback_methods``, which are not called here ("what to define; what to do"), nor are those in ``methods of CLASS``
-    and ``methods below CLASS`` by what derives from it; ``method_arguments``, ``trainer_attributes`` and ``log_options``.
+    ``callback_methods``, which are not called here ("what to define; what to do"), nor are those in ``methods of
+    CLASS`` and ``methods below CLASS`` by what derives from it; ``method_arguments``, ``trainer_attributes`` and
+    ``log_options``.
     """
     return _moved_names().get(table, {})
 
