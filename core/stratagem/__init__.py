@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _tell_counterpart(name: str, *path_and_target: Any) -> None:
+def _tell_counterpart(name: str, *_search: Any) -> None:
     """Refuse to import ``stratagem.NAME``, which nobody has found, if it is a name of another trainer's."""
     package, _, moved = name.partition(".")
     if package == __name__:

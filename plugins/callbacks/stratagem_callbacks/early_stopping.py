@@ -9,8 +9,9 @@ from attrs import define, field
 
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least, not_empty
+from stratagem_callbacks.decisions import acts_after_epoch
 from stratagem_trainer.api import Callback
-from stratagem_trainer.api.monitored import acts_after_epoch, monitored
+from stratagem_trainer.api.monitored import monitored
 from stratagem_trainer.api.published import shown
 
 if TYPE_CHECKING:

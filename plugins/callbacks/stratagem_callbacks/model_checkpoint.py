@@ -19,11 +19,12 @@ from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, duration_or_text, not_empty, read_duration
 from stratagem.errors import ConfigError
+from stratagem_callbacks.decisions import acts_after_epoch
 from stratagem_callbacks.kept_files import free_version, link_to, remove, within
 from stratagem_callbacks.occupied import occupy, vacate
 from stratagem_callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from stratagem_trainer.api import Callback
-from stratagem_trainer.api.monitored import acts_after_epoch, monitored
+from stratagem_trainer.api.monitored import monitored
 from stratagem_trainer.api.published import shown
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from stratagem.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from stratagem.api.world import Collectives
     from stratagem_trainer.api.published import Published
-    from stratagem_trainer.api.trainer_view import TrainerView
 
 
 class HasCollectives(Protocol):
@@ -27,17 +26,6 @@ class HasMetrics(Protocol):
 
     @property
     def run(self) -> HasCollectives: ...
-
-
-def acts_after_epoch(trainer: TrainerView, chosen: bool | None) -> bool:
-    """Return whether to decide at the end of the training epoch, rather than after validation.
-
-    If it is not `chosen`: where each epoch ends with its only validation, or with none.
-    """
-    if chosen is not None or not any(trainer.num_val_batches):
-        return chosen is not False
-    settings = trainer.settings
-    return bool(settings.val_check_interval == 1.0 and settings.check_val_every_n_epoch == 1)
 
 
 def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do: str = "") -> float | None:
