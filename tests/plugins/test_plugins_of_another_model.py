@@ -26,6 +26,7 @@ from stratagem.callbacks import (
     WeightAveraging,
 )
 from stratagem_testing import run_in_processes
+from stratagem_testing.training import weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -231,7 +232,7 @@ def _folds(rank, world_size, strategy, launcher):
         for seed in seeds:
             trainer = sg.Trainer(**QUIET, max_epochs=2, devices=2, strategy=strategy, callbacks=average)
             trainer.fit(Model(seed), rows())
-            weights.append({name: each.clone() for name, each in trainer.model.state_dict().items()})
+            weights.append(weights_of(trainer))
     return weights[1:]
 
 
