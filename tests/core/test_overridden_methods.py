@@ -163,7 +163,7 @@ def test_methods_that_are_set_on_a_class_later_are_called():
 
 
 @pytest.mark.parametrize("method", [property(lambda self: None), 3], ids=["property", "number"])
-def test_what_is_no_method_is_refused_when_it_is_set_later(method):
+def test_an_attribute_that_is_not_a_method_is_refused_when_it_is_set_later(method):
     class Added(sg.Callback):
         pass
 

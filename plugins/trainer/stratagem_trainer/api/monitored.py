@@ -8,7 +8,6 @@ from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from stratagem.api.world import Collectives
-    from stratagem_trainer.api.trainer_view import TrainerView
 
 
 class HasCollectives(Protocol):
@@ -27,7 +26,16 @@ class HasMetrics(Protocol):
     def run(self) -> HasCollectives: ...
 
 
-def acts_after_epoch(trainer: TrainerView, chosen: bool | None) -> bool:
+class Validates(Protocol):
+    """A trainer, as far as it tells when it validates."""
+
+    num_val_batches: list[float]
+
+    @property
+    def settings(self) -> Any: ...
+
+
+def acts_after_epoch(trainer: Validates, chosen: bool | None) -> bool:
     """Return whether to decide at the end of the training epoch, rather than after validation.
 
     If it is not `chosen`: where each epoch ends with its only validation, or with none.
