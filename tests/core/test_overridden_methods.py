@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -151,7 +152,10 @@ def test_methods_that_are_set_on_a_class_later_are_called():
         def log_metrics(self, metrics, step):
             seen.append("old")
 
+    trainer = sg.Trainer(**QUIET, callbacks=[Added()], logger=False)
     Added.on_train_end = lambda self, trainer, pl_module: seen.append("added")
+    trainer.fit(Net(), [torch.ones(2, 1)] * 2)
+    assert seen.pop() == "added"
     Replaced.on_train_end = lambda self, trainer, pl_module: seen.append(f"replaced {type(self).__name__}")
     Log.log_hyperparams = lambda self, params: seen.append(f"params {params}")
     Log.log_metrics = lambda self, metrics, step=None: seen.append(f"metrics {metrics} {step}")
@@ -162,8 +166,8 @@ def test_methods_that_are_set_on_a_class_later_are_called():
     assert seen == ["added", "replaced Replaced", "replaced Derived", "metrics {'x': 1.0} 2"]
 
 
-@pytest.mark.parametrize("method", [property(lambda self: None), 3], ids=["property", "number"])
-def test_what_is_no_method_is_refused_when_it_is_set_later(method):
+@pytest.mark.parametrize("method", [property(lambda self: None), 3, Mock()], ids=["property", "number", "mock"])
+def test_an_attribute_that_is_not_a_method_is_refused_when_it_is_set_later(method):
     class Added(sg.Callback):
         pass
 

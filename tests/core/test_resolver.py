@@ -278,8 +278,8 @@ def test_callbacks_of_a_module_replace_those_of_their_class_and_come_before_chec
     stack = resolve(given)
     callbacks = with_callbacks(stack, given, [CountsMore(every=3), "timer"])
 
-    assert names(callbacks) == ["early_stopping", "progress", "CountsMore", "timer", "model_checkpoint"]
-    assert names(stack.callbacks) == ["Counts", "early_stopping", "model_checkpoint", "progress"]
+    assert names(callbacks) == ["progress", "CountsMore", "timer", "early_stopping", "model_checkpoint"]
+    assert names(stack.callbacks) == ["Counts", "model_checkpoint", "progress", "early_stopping"]
 
 
 # --- Precision ---------------------------------------------------------------------------------------------------

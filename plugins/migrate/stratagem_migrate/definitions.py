@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from stratagem.discovery.catalog import moved_names
 from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
+from stratagem_migrate.names import NAMES
 from stratagem_migrate.source import Source, constant, last_name, methods
 from stratagem_migrate.strategies import is_strategy
 from stratagem_trainer.api.events import EVENTS
@@ -133,8 +134,10 @@ def callbacks(source: Source) -> Iterator[Finding]:
 def derived(source: Source) -> Iterator[Finding]:
     """Yield a finding for each method that only Lightning calls on a class derived from one of its own."""
     for cls in source.classes.values():
-        bases = [base for base in cls.bases if not is_strategy(source, base)]  # `strategies` tells of those
-        uncalled = installed.uncalled_by_derived(tuple(source.known(base) or "" for base in bases))
+        # `strategies` tells of those that derive from a strategy.
+        names = [(source.known(base) or "").rpartition(".")[2] for base in cls.bases if not is_strategy(source, base)]
+        places = [NAMES[name].imported_from for name in names if name in NAMES]
+        uncalled = {name: new for at in places if at for name, new in installed.uncalled_by_derived(*at).items()}
         for method in methods(cls):
             if method.name in uncalled:
                 yield source.finding(method, CHANGE, f"def {method.name}", *uncalled[method.name])

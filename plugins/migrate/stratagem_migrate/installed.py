@@ -90,14 +90,11 @@ def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
 
 
 @cache
-def uncalled_by_derived(bases: tuple[str, ...]) -> Mapping[str, tuple[str, str]]:
-    """Return the methods that stratagem refuses in a class derived from Lightning's `bases`, in the same form."""
-    from stratagem_migrate.names import NAMES
+def uncalled_by_derived(module: str, name: str) -> Mapping[str, tuple[str, str]]:
+    """Return the methods that stratagem refuses in a class derived from its class `name`, in the same form."""
     from stratagem_trainer.moved_methods import moved_methods
 
-    known = (NAMES[name].imported_from for name in (base.rpartition(".")[2] for base in bases) if name in NAMES)
-    classes = [getattr(import_module(place[0]), place[1]) for place in known if place is not None]
-    return {name: each for cls in classes for name, each in _as_findings(moved_methods(cls)).items()}
+    return _as_findings(moved_methods(getattr(import_module(module), name)))
 
 
 def _as_findings(table: Mapping[str, str], decorator: str = "") -> dict[str, tuple[str, str]]:

@@ -23,19 +23,24 @@ def refuse_moved(owner: Any, who: str, moved: Mapping[str, str], defines: Callab
             raise ConfigError(f"{who} defines {name}, which is never called", expected=expected, do=do)
 
 
-def prepare_methods(choices: Iterable[Choice]) -> None:
+def prepare_methods(choices: Iterable[Choice]) -> bool:
     """Mark methods of callbacks and loggers that were set on a class after it was made; refuse moved ones.
+
+    Returns:
+        Whether a method was marked: plugins that were registered before must be registered again.
 
     Raises:
         ConfigError: one of `choices` defines a method that is never called.
     """
+    found = False
     for choice in choices:
         cls = type(choice.plugin)
         if issubclass(cls, CallbackEvents | LoggerMethods):
-            cls.mark_methods()
+            found |= cls.mark_methods()
         old = moved_names("callback_methods") if choice.kind in ("callback", "plugin") else {}
         refuse_moved(choice.plugin, str(choice), old)
         refuse_moved(choice.plugin, str(choice), moved_methods(cls), _defines)
+    return found
 
 
 def moved_methods(cls: type[Any]) -> dict[str, str]:

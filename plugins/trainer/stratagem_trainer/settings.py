@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import attrs
 from attrs import define, field
@@ -147,11 +147,15 @@ registry.reserve(option_types(TrainerSettings), "stratagem-trainer")
 # --- Callbacks and loggers ----------------------------------------------------------------------------------------
 
 
+#: Roles of callbacks that act after all others: of two, the first role acts last.
+_LAST: Final = ("best-checkpoint", "early-stopping")
+
+
 def with_callbacks(stack: Stack, settings: TrainerSettings, values: Any) -> list[Choice]:
     """Return the callbacks of `stack` with `values` (one or a list, as for ``callbacks=``) added.
 
     One of `values` replaces those of its class, and of classes that its class derives from. Callbacks that keep
-    checkpoints stay last.
+    checkpoints stay last, after those that check what others log.
 
     Raises:
         ConfigError, PluginError: no such callback, or one that cannot be combined with the stack.
@@ -160,7 +164,7 @@ def with_callbacks(stack: Stack, settings: TrainerSettings, values: Any) -> list
     chooser.extras, chooser.options = {kind: [] for kind in chooser.extras}, {}
     added = chooser.many("callback", values)
     kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
-    callbacks = sorted([*kept, *added], key=lambda choice: has_role(choice.plugin, "best-checkpoint"))
+    callbacks = sorted([*kept, *added], key=lambda choice: [has_role(choice.plugin, role) for role in _LAST])
     changed = attrs.evolve(stack, callbacks=callbacks)
     prepare_methods(added)
     check_switches(settings, changed, added)

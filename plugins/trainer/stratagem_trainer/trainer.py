@@ -25,6 +25,7 @@ from stratagem_trainer.hyperparameters import check_weights_only
 from stratagem_trainer.interrupt import shorten_traceback, watch_uncaught
 from stratagem_trainer.module import Module, original, overrides
 from stratagem_trainer.module_checks import check, check_instance, check_signature, require
+from stratagem_trainer.moved_methods import prepare_methods
 from stratagem_trainer.progress import Position
 from stratagem_trainer.settings import TrainerSettings, with_callbacks
 from stratagem_trainer.view import View
@@ -385,6 +386,8 @@ class Trainer(View):
         model.__dict__["_fit"] = state
         try:
             check(model, datamodule, self.run.stack, stage)
+            if prepare_methods(self.run.stack.choices()):
+                self.run.use_callbacks(self.run.stack.callbacks)
             self._use_callbacks_of(model)
             if stage == "fit":
                 begin_again(self.run.stack, model)

@@ -280,9 +280,9 @@ class CallbackEvents:
         cls.mark_methods()
 
     @classmethod
-    def mark_methods(cls) -> None:
-        """Mark those of these methods that the class overrides as hooks."""
-        mark_all(cls, CallbackEvents, arguments_of)
+    def mark_methods(cls) -> bool:
+        """Mark those of these methods that the class overrides as hooks; return whether one had no mark."""
+        return mark_all(cls, CallbackEvents, arguments_of)
 
     def setup(self, *_: Any, **__: Any) -> Any:
         """(trainer, module, stage): a fit, validation, test or prediction starts."""
@@ -409,10 +409,11 @@ class LoggerMethods:
         cls.mark_methods()
 
     @classmethod
-    def mark_methods(cls) -> None:
-        """Mark those of these methods that the class overrides as hooks, which may be called by hand."""
-        mark_all(cls, LoggerMethods, arguments_of)
+    def mark_methods(cls) -> bool:
+        """As that of a callback; the methods may be called by hand."""
+        found = mark_all(cls, LoggerMethods, arguments_of)
         let_call_by_hand(cls, LoggerMethods)
+        return found
 
     def log_metrics(self, *_: Any, **__: Any) -> Any:
         """(metrics, step): write numbers by name. By hand, values may be tensors, and `step` is optional."""

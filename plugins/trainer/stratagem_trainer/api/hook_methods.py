@@ -29,16 +29,21 @@ def _hooks_of(base: type[Any]) -> Iterable[str]:
     return [name for name in vars(base) if not name.startswith("_") and name != "mark_methods"]
 
 
-def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequence[str]]) -> None:
+def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequence[str]]) -> bool:
     """Mark the methods of `cls` that replace those of `base` as hooks, as early or late as what they override.
+
+    Returns:
+        Whether there was one without a mark.
 
     Raises:
         PluginError: one takes more arguments than its hook has.
     """
+    found = False
     for name in _hooks_of(base):
         owner = next(each for each in cls.__mro__ if name in vars(each))
         method = vars(owner)[name]
-        if owner is base or method is None or hasattr(getattr(cls, name), "stratagem_impl"):
+        # A mock has any attribute.
+        if owner is base or method is None or isinstance(getattr(getattr(cls, name), "stratagem_impl", None), dict):
             continue
         if not isinstance(method, types.FunctionType):
             raise PluginError(f"{cls.__name__}.{name} is a {type(method).__name__}", expected="a method")
@@ -47,6 +52,8 @@ def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequ
         if inherited := next((each for each in markers if each and each is not hook.stratagem_impl), None):
             hook.stratagem_impl |= {when: inherited[when] for when in ("tryfirst", "trylast")}
         setattr(cls, name, hook)
+        found = True
+    return found
 
 
 def _as_hook(owner: str, hook: str, method: types.FunctionType, known: Sequence[str]) -> Any:
