@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _tell_counterpart(name: str, *_: Any) -> None:
+def _tell_counterpart(name: str, *__: Any) -> None:
     """Refuse to import ``stratagem.NAME``, which nobody has found, if it is a name of another trainer's."""
     package, _, moved = name.partition(".")
     if package == __name__:
@@ -105,7 +105,7 @@ def _tell_counterpart(name: str, *_: Any) -> None:
             raise ImportError(message)
 
 
-sys.meta_path.append(SimpleNamespace(find_spec=_tell_counterpart))  # type: ignore[arg-type]
+sys.meta_path.append(SimpleNamespace(find_spec=_tell_counterpart))
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from stratagem.api.options import convert
 from stratagem.api.paths import as_path
 from stratagem.config.settings import option_names
 from stratagem.config.sources import Source, from_file
-from stratagem.discovery.catalog import moved_argument
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, nearest
 from stratagem_trainer.settings import TrainerSettings
 
@@ -129,7 +129,7 @@ def _suggestion(name: str) -> str:
     close = nearest(first, [*SECTIONS, *(flag.replace("_", "-") for flag in FLAGS)])
     if close:
         return close[:-1] + (f".{rest}'" if dot else "'")
-    if moved := moved_argument(name):
+    if moved := moved_names("arguments").get(name, ""):
         return moved
     close = nearest(name, arguments)
     return close.replace("'", "'trainer.", 1) if close else "see docs/run-files.md"
