@@ -15,6 +15,7 @@ from stratagem.api.readback import Readback
 from stratagem.api.validators import more_than
 from stratagem_callbacks.pace import Pace, Progress, batches_left
 from stratagem_trainer.api import Callback
+from stratagem_trainer.api.published import bar_values
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -68,7 +69,7 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, trainer: TrainerView, batch_idx: int) -> None:
         # On a GPU the metrics of a batch are ready some batches later; reading them now would synchronize.
         if self._pending is None and time.perf_counter() >= self._due:
-            self._pending = Readback(trainer.bar_values)
+            self._pending = Readback(bar_values(trainer))
         if self._pending is not None and self._pending.ready:
             self._show(trainer, batch_idx + 1)
 
@@ -158,7 +159,7 @@ class ProgressBar(Callback):
         done = done or trainer.position.batches_done
         pending, self._pending = self._pending, None
         if pending is None or final:
-            pending = Readback(trainer.bar_values)
+            pending = Readback(bar_values(trainer))
         epochs = f"/{trainer.max_epochs}" if trainer.max_epochs > 0 else ""
         in_epoch, in_run = batches_left(trainer, done)
         self._view.show(
