@@ -29,7 +29,12 @@ def _fit(rank, world_size, folder, strategy, comm_hook, accumulate=1):
     )  # fmt: skip
     trainer.fit(Net(), share(trainer, joined_batches(8, 24)))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("comm/")}
-    return metrics, {key: count.payload for key, count in stats.totals.items()}, dict(trainer.bar_metrics), sent.results
+    return (
+        metrics,
+        {key: count.payload for key, count in stats.totals.items()},
+        dict(trainer.published.bar),
+        sent.results,
+    )
 
 
 def _gathered(world_size):

@@ -125,7 +125,7 @@ def _fit(rank, world_size, model, strategy, slow_rank, phase, wait=lambda: 0.0, 
         warnings.simplefilter("always")
         trainer.fit(model(mine), loader)
     said = [str(each.message) for each in found if "is slower than the others" in str(each.message)]
-    return said, callback._compared, list(trainer.bar_metrics), callback.rank_times(), dict(trainer.callback_metrics)
+    return said, callback._compared, list(trainer.published.bar), callback.rank_times(), dict(trainer.callback_metrics)
 
 
 def _is_named(said, rank, phase):

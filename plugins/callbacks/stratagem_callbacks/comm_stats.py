@@ -63,7 +63,7 @@ class CommStats(Callback):
             shown = {"comm_mb": metrics["comm/bytes_per_step"] / 1e6}
             if "comm/compression_ratio" in metrics:
                 shown["comm_ratio"] = metrics["comm/compression_ratio"]
-            trainer.bar_metrics.update(shown)
+            trainer.published.bar.update(shown)
         self._before, self._step_before = _copy(run.collectives.traffic.counts), step
         self._buckets_before = _copy(run.collectives.traffic.buckets)
 

@@ -15,6 +15,7 @@ from stratagem.api.readback import Readback
 from stratagem.api.validators import more_than
 from stratagem_callbacks.pace import Pace, Progress, batches_left
 from stratagem_trainer.api import Callback
+from stratagem_trainer.api.published import bar_values
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -121,7 +122,7 @@ class ProgressBar(Callback):
 
     def get_metrics(self, trainer: TrainerView, module: nn.Module) -> dict[str, Any]:
         """Return the numbers and texts that are shown; override it to add some, or to leave some out."""
-        return trainer.bar_values
+        return bar_values(trainer)
 
     def _read_metrics(self, trainer: TrainerView) -> Readback:
         metrics = self.get_metrics(trainer, trainer.module) or {}

@@ -243,11 +243,11 @@ class Stragglers(Callback):
                 warnings.warn(self._sentence(each), stacklevel=2)
 
     def _show(self, trainer: TrainerView, found: list[Straggler]) -> None:
-        trainer.bar_metrics.pop(self._shown, None)
+        trainer.published.bar.pop(self._shown, None)
         if found:
             slowest = found[0]
             self._shown = f"slowest: rank {slowest.rank}, {PHASES[slowest.phase]} +%"
-            trainer.bar_metrics[self._shown] = 100 * (slowest.seconds / max(slowest.median, 1e-6) - 1)
+            trainer.published.bar[self._shown] = 100 * (slowest.seconds / max(slowest.median, 1e-6) - 1)
         share = found[0].share if found else 0.0
         log(trainer, {"stragglers/count": float(len(found)), "stragglers/slower_by": share}, trainer.global_step)
 

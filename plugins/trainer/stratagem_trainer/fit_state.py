@@ -69,10 +69,9 @@ class FitState:
     batches_between_validations: float = math.inf
     #: The last batch of this epoch has begun; `position` counts it when its step is done.
     trains_last_batch: bool = False
-    #: Every metric that was published; those that loggers got; those that a progress bar shows beside the loss.
+    #: Every metric that was published; those that loggers got.
     published: Published = field(factory=Published)
     logged: Published = field(factory=Published)
-    bar_metrics: dict[str, Any] = field(factory=dict)
     #: Optimizer and scheduler states, and more, that a worker sent back.
     worker_state: dict[str, Any] | None = None
 
@@ -158,7 +157,7 @@ class FitState:
 
     def forget_metrics(self) -> None:
         """Forget every metric that was published."""
-        self.published, self.logged, self.bar_metrics = Published(), Published(), {}
+        self.published, self.logged = Published(), Published()
 
     def leave_if_asked(self) -> None:
         """Call the actions of `on_leaving` that callbacks have added; one that is added meanwhile waits for a batch."""

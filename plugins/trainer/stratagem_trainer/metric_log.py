@@ -84,7 +84,7 @@ def _publish_late(state: FitState, name: str, stage_metrics: StageMetrics) -> No
     assert state.late_metrics is not None
     values = stage_metrics.epoch_values()
     state.published.update(values)
-    state.bar_metrics.update(values if metric.prog_bar else {})
+    state.published.bar.update(values if metric.prog_bar else {})
     state.late_metrics[name] = values[name] if metric.logger else None
 
 
@@ -145,7 +145,7 @@ def publish_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any
     values = show_epoch(state, stage_metrics)
     for name, value in values.items():
         if stage_metrics.shown(name, "prog_bar"):
-            state.bar_metrics[name] = value
+            state.published.bar[name] = value
     if not state.sanity_checking:
         _to_loggers(state, _for_loggers(stage_metrics, values))
     return values

@@ -55,7 +55,7 @@ class View(CallView):
 
     module, datamodule = _of_state("module"), _of_state("datamodule")
     published, callback_metrics, logged_metrics = _of_state("published"), _shown("published"), _shown("logged")
-    bar_metrics, position = _of_state("bar_metrics"), _of_state("position")
+    position = _of_state("position")
     sanity_checking, fitting = _of_state("sanity_checking"), _of_state("fitting")
     outcome = _of_state("outcome")
     batch_size, num_training_batches = _of_state("batch_size"), _of_state("num_training_batches")
@@ -211,17 +211,17 @@ class View(CallView):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        return as_numbers(self.bar_values)
+        return as_numbers(self._bar_values)
 
     @property
-    def bar_values(self) -> dict[str, Any]:
+    def _bar_values(self) -> dict[str, Any]:
         """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``; on their device."""
         loss = mean_loss(self._state.last_outputs, by_count=self._state.sums_losses)
         shown = {} if loss is None else {"loss": loss}
         for name, value in self._state.stage_metrics.step_values().items():
             if self._state.stage_metrics.shown(name, "prog_bar"):
                 shown[name] = value
-        return shown | self._state.bar_metrics
+        return shown | self._state.published.bar
 
     @refuse_unknown_options
     def log_metric(

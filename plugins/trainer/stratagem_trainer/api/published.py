@@ -20,10 +20,18 @@ def shown(attribute: str, doc: str) -> property:
     return property(lambda owner: as_shown(getattr(owner, attribute)), doc=doc)
 
 
+def bar_values(trainer: Any) -> dict[str, Any]:
+    """Return `trainer.progress_bar_metrics` as they were logged, on their device."""
+    values: dict[str, Any] = trainer._bar_values
+    return values
+
+
 class Published:
     """Metrics by name. What is published in each step costs a step nothing: tensors are made when users read them."""
 
     def __init__(self) -> None:
+        #: What a progress bar shows beside the loss and the values of this step.
+        self.bar: dict[str, Any] = {}
         self._new: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}
         #: By name: what is shown, and what it was made of.

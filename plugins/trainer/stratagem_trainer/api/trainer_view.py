@@ -120,8 +120,6 @@ class TrainerView(Protocol):
     callback_metrics: dict[str, Any]
     #: Every metric that was sent to the loggers, as a float32 tensor, by name.
     logged_metrics: dict[str, Any]
-    #: What a progress bar shows beside the loss, and what was logged for it in this step.
-    bar_metrics: dict[str, Any]
     #: Set to True to end training after the current batch, once `min_epochs` and `min_steps` are reached.
     should_stop: bool
     #: How the fit ended, or is about to.
@@ -280,10 +278,6 @@ class TrainerView(Protocol):
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``. Waits for the device."""
-
-    @property
-    def bar_values(self) -> dict[str, Any]:
-        """`progress_bar_metrics` as they were logged, on their device."""
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
         """Write to `filepath` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
