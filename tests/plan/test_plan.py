@@ -500,3 +500,40 @@ def test_fits_before_the_planned_one_are_not_mixed_with_it(tmp_path):
         work.append(tree["classes"][0]["work"])
 
     assert work[0] == work[1]
+
+
+def test_lines_of_ordinary_scripts_are_planned(tmp_path):
+    """Two optimizers by hand under fsdp, whose units are gathered without a use; a draw until it fits; sync_dist."""
+    script = write(tmp_path, """
+from torch.utils.data import DataLoader, TensorDataset
+
+class GAN(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.g = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.d = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+        nn.init.trunc_normal_(self.g[0].weight, std=0.02)
+        nn.init.trunc_normal_(self.d[0].weight, std=1.0, a=-0.01, b=0.01)
+
+    def training_step(self, batch):
+        of_g, of_d = self.optimizers()
+        noise = torch.randn(batch[0].shape[0], 8, device=self.device)
+        loss = nn.functional.softplus(-self.d(batch[0])).mean() + nn.functional.softplus(self.d(self.g(noise).detach())).mean()
+        self.manual_backward(loss)
+        of_d.step(); of_d.zero_grad()
+        self.manual_backward(nn.functional.softplus(-self.d(self.g(noise))).mean())
+        of_g.step(); of_g.zero_grad(); of_d.zero_grad()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("size", len(noise), reduce_fx="sum", sync_dist=True)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.g.parameters(), 1e-4), torch.optim.Adam(self.d.parameters(), 1e-4)]
+
+sg.Trainer(strategy="fsdp", max_steps=6, logger=False, enable_checkpointing=False).fit(
+    GAN(), DataLoader(TensorDataset(torch.randn(64, 4)), 8))
+""")  # fmt: skip
+    code, tree, said = plan(tmp_path, "--devices", 2, script=script)
+
+    assert code == 0, said
+    assert {each["op"] for each in tree["classes"][0]["collectives"]} >= {"all_gather", "reduce_scatter"}

@@ -241,6 +241,10 @@ saved()
 Other.load_from_checkpoint("a.ckpt")
 """),
         (1, """
+torch.save({f"model.{name}": value for name, value in Net().state_dict().items()}, "a.pt")
+trainer().fit(Net(), loader(), ckpt_path="a.pt")
+"""),
+        (1, """
 saved()
 content = open("a.ckpt", "rb").read()
 open("a.ckpt", "wb").write(content[: len(content) // 2])

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stratagem_plan.backend import NAME, planned_device
+from stratagem_plan.backend import NAME, current_stream, planned_device
 from stratagem_plan.counter import StepCounter
 
 
@@ -98,6 +98,21 @@ def formatting_fakes() -> contextlib.AbstractContextManager[None]:
         return format(tensor.item(), spec) if asks else str(original(tensor, spec))  # type: ignore[no-untyped-call]  # torch's
 
     return replaced(torch.Tensor, "__format__", formatted)
+
+
+@contextlib.contextmanager
+def without_waits() -> Iterator[None]:
+    """Within, FSDP waits on planned streams, and a truncated normal distribution is drawn once, not until it fits."""
+
+    def drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **__: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.normal_(mean, std)
+
+    with (
+        replaced(torch.accelerator, "current_stream", lambda _device=None: current_stream()),
+        replaced(torch.nn.init, "_no_grad_trunc_normal_", drawn),
+    ):
+        yield
 
 
 @contextlib.contextmanager

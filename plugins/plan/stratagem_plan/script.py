@@ -20,7 +20,13 @@ from stratagem.api.world import World
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_plan import operators
 from stratagem_plan.assumptions import Assumptions, answers_scalar
-from stratagem_plan.patches import converting_fakes, counting_resizes, formatting_fakes, subclassing_fakes
+from stratagem_plan.patches import (
+    converting_fakes,
+    counting_resizes,
+    formatting_fakes,
+    subclassing_fakes,
+    without_waits,
+)
 from stratagem_plan.places import is_of_a_library, is_ours
 from stratagem_plan.planned import Planned, PlannedAccelerator, PlannedEnvironment, Planner
 
@@ -81,6 +87,7 @@ class PlannedScript:
                 converting_fakes(),
                 subclassing_fakes(),
                 formatting_fakes(),
+                without_waits(),
                 counting_resizes(planner.counter),
                 operators.Building(planner.fake, planner.counter),
                 contextlib.closing(planner),

@@ -185,14 +185,14 @@ class StageMetrics:
         padding = header.new_zeros(2 * max(0, _FIRST - len(values)))
         message = torch.cat([header, *values[:_FIRST], padding])
         of_all_ranks = torch.stack(collectives.all_gather(message)).cpu()  # (ranks, numbers)
-        if bool((of_all_ranks[:, : len(header)] != of_all_ranks[0, : len(header)]).any()):
+        if collectives.values((of_all_ranks[:, : len(header)] != of_all_ranks[0, : len(header)]).any(), planned=False):
             self._check_same_names(list(metrics), collectives)
             _raise_difference(collectives.all_gather_object((ops, moment)))
         coded = of_all_ranks[:, len(header) : len(message) - len(padding)]
         if more := values[_FIRST:]:
             coded = torch.cat([coded, torch.stack(collectives.all_gather(torch.cat(more))).cpu()], 1)
         for (name, metric), pair in zip(metrics.items(), coded.split(2, 1), strict=True):
-            metric.last = _reduced(name, _decoded(pair), metric.reduce_fx)
+            metric.last = _reduced(name, _decoded(pair, collectives), metric.reduce_fx)
 
     def _new(self, name: str, value: Any, given: tuple[Any, ...], with_loader: bool) -> Metric:
         options = self._effective(given)
@@ -395,10 +395,10 @@ def _coded_on_cpu(values: list[Any]) -> list[Tensor]:
     return coded
 
 
-def _decoded(coded: Tensor) -> Tensor:
+def _decoded(coded: Tensor, collectives: Collectives) -> Tensor:
     """Return the values in `coded`, (n, 2): (n,) in int64 if all of them are integers, else in float64."""
     flags, bits = coded.unbind(1)
-    if bool(flags.all()):
+    if collectives.values(flags.all(), planned=False):
         return bits
     return torch.where(flags.bool(), bits.double(), bits.contiguous().view(torch.float64))
 
@@ -406,7 +406,7 @@ def _decoded(coded: Tensor) -> Tensor:
 def _of_all_ranks(value: Any, collectives: Collectives) -> Tensor:
     """Return the values of all ranks, (ranks,). Collective."""
     # From the CPU: on another rank the value may be a number without a device.
-    return _decoded(torch.stack(collectives.all_gather(_coded(value).cpu()))).to(as_tensor(value).device)
+    return _decoded(torch.stack(collectives.all_gather(_coded(value).cpu())), collectives).to(as_tensor(value).device)
 
 
 def _reduced(name: str, values: Tensor, reduce_fx: Any) -> Tensor:
