@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -21,10 +23,15 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.calls = nn.Linear(32, 32), 0
+        self.linear, self.counts = nn.Linear(32, 32), SimpleNamespace(calls=0)
+
+    @property
+    def calls(self):
+        """How often it computed: what is computed again leaves attributes alone, and not what they refer to."""
+        return self.counts.calls
 
     def forward(self, x):
-        self.calls += 1
+        self.counts.calls += 1
         return nn.functional.dropout(torch.tanh(self.linear(x)), 0.2, training=self.training)
 
 
@@ -285,3 +292,66 @@ def test_the_command_line_names_classes():
 
     (callback,) = [each for each in trainer.callbacks if isinstance(each, ActivationCheckpointing)]
     assert (callback.policy, callback.mode) == ({"Block", "Other"}, "full")
+
+
+class Changing(nn.Module):
+    """What its forward changes is changed once, and backward computes again with what it was."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what, self.count, self.seen = nn.Linear(16, 16), what, 0, []
+        self.register_buffer("centre", torch.zeros(16))
+        self.norm = nn.BatchNorm1d(16) if what == "batch norm" else nn.Identity()
+        if what == "spectral norm":
+            nn.utils.parametrizations.spectral_norm(self.linear)
+
+    def forward(self, x, cache):
+        if self.what == "buffer in place":
+            self.centre.mul_(0.5).add_(0.5 * x.detach().mean(0))
+        if self.what == "buffer":
+            self.centre = 0.5 * self.centre + 0.5 * x.detach().mean(0)
+        if self.what == "attributes":
+            self.count += 1
+            self.seen.append(self.count)
+            x = x / len(self.seen)
+        if self.what == "argument":
+            cache.append(x)
+            x = torch.cat(cache)
+        return torch.tanh(self.linear(self.norm(x - self.centre)))
+
+
+class Changed(Net):
+    def __init__(self, what):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.blocks, self.out = nn.ModuleList([Changing(what), Changing(what)]), nn.Linear(16, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, cache = batch[0], []
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.out(x).square().mean()
+
+
+def _changed(what, wanted):
+    model = Changed(what)
+    sg.Trainer(max_epochs=1, activation_checkpointing=wanted, **QUIET).fit(model, joined_batches(3, 8))
+    return model.state_dict(), [(block.count, block.seen) for block in model.blocks]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("what", ["buffer in place", "buffer", "attributes", "spectral norm", "batch norm"])
+def test_what_a_forward_changes_is_changed_once(what, mode):
+    (plain, counts), (found, found_counts) = (
+        _changed(what, each) for each in (None, {"policy": {Changing}, "mode": mode})
+    )
+
+    assert found_counts == counts
+    for name, value in plain.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_an_argument_that_a_forward_changes_is_named():
+    with pytest.raises(ConfigError, match="computed something else in backward than in forward.*use_cache=False"):
+        _changed("argument", {Changing})

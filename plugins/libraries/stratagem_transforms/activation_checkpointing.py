@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from stratagem.api import COMPILATION, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
 from stratagem_trainer.api import Callback
+from stratagem_transforms.forward_state import RecomputedState, nothing
 from stratagem_transforms.wrap_policy import check_policy, select
 
 if TYPE_CHECKING:
@@ -63,6 +64,19 @@ class ActivationCheckpointing(Callback):
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         if run.stage == "train":
             recompute(module, self.policy, self.mode, compiles=run.provides(COMPILATION))
+
+    @hookimpl(wrapper=True)
+    def backward(self) -> Generator[None, bool, bool]:
+        from torch.utils.checkpoint import CheckpointError
+
+        try:
+            return (yield)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"a part under {OPTION} computed something else in backward than in forward",
+                expected="a forward that computes the same again from the same arguments, which it does not change",
+                do="pass it no cache of keys and values (use_cache=False for transformers), or checkpoint other parts",
+            ) from error
 
 
 def read(wanted: Any) -> tuple[Any, str]:
@@ -114,8 +128,11 @@ def _apply(part: nn.Module, mode: str, compiles: bool) -> None:
         _keep_on_cpu(part)
     elif mode == "selective" and compiles:
         part.__dict__["forward"] = Selective(part.forward)
+    elif compiles:
+        checkpoint(part)
     else:
-        checkpoint(part, **({"context_fn": _keeping_products} if mode == "selective" else {}))
+        inner = _keeping_products if mode == "selective" else nothing
+        checkpoint(part, context_fn=functools.partial(RecomputedState(part).contexts, inner))
     part.__dict__[RECOMPUTED] = mode
 
 

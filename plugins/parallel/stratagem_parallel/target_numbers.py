@@ -32,11 +32,12 @@ _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv
 _changes: list[Callable[[Tensor], Tensor]] = []
 
 
-def reduction_of(loss: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Return what a call of one of `LOSSES` does with the losses of all targets: "mean", "sum" or "none"."""
-    given = dict(zip(LOSSES[loss], args, strict=False)) | options
+def reduction_of(function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Return what a loss does with the losses of all targets: "mean", "sum" or "none"; "" if it is not known."""
+    names = LOSSES.get(function, ())
+    given = dict(zip(names, args, strict=False)) | options
     if given.get("size_average") is None and given.get("reduce") is None:
-        return str(given.get("reduction", "mean"))
+        return str(given.get("reduction", "mean" if names else ""))
     return _reduction.legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
 
 

@@ -26,6 +26,7 @@ from stratagem_parallel.pipeline.outline import Outline
 from stratagem_parallel.pipeline.random_numbers import generators_of, seed_of
 from stratagem_parallel.pipeline.schedules import Action, actions, rank_of_stage, schedule_named
 from stratagem_parallel.pipeline.stages import Cut
+from stratagem_transforms.forward_state import RecomputedState
 
 _NOTHING = contextlib.nullcontext()
 
@@ -165,7 +166,7 @@ class StageRunner:
             capture: returns the input of the first stage; called on its rank.
         """
         if not self.knows(key):
-            with torch.no_grad(), unchanged(self._modules()):
+            with torch.no_grad(), unchanged(self._users()):
                 value = error = None
                 if self.among.rank == self.first_rank or self._outline is not None:
                     try:
@@ -177,9 +178,17 @@ class StageRunner:
             torch.clear_autocast_cache()  # of weights without gradients
         return self._forms[key]
 
-    def _modules(self) -> list[nn.Module]:
-        computed = [getattr(self.cut.stages[stage].compute, "user", None) for stage in self.here]
-        return [each for each in computed if each is not None]
+    def _users(self) -> list[Any]:
+        """Return the module that was cut, as the stages that are here know it."""
+        found = [getattr(self.cut.stages[stage].compute, "user", None) for stage in self.here]
+        return [each for each in found if each is not None]
+
+    def recomputed(self) -> dict[int, RecomputedState]:
+        """Return the state of each stage that is here, if backward computes stages again."""
+        if self.checkpoint_mode == "never":
+            return {}
+        (user,) = set(self._users())
+        return {s: RecomputedState(*map(user.get_submodule, self.cut.stages[s].modules)) for s in self.here}
 
     def step(
         self, forms: Sequence[Form], capture: Callable[[int], Any], loss_of: Callable[[int, Any], torch.Tensor],
@@ -215,6 +224,7 @@ class _Step:
         self.gradients: dict[tuple[int, int], list[Any]] = {}
         self.values: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
+        self.states = runner.recomputed()
 
     def _is_here(self, stage: int) -> bool:
         return stage in self.runner.here
@@ -255,7 +265,8 @@ class _Step:
 
     def _compute(self, stage: int, microbatch: int, value: Any) -> Any:
         if self._is_recomputed(microbatch):
-            return checkpoint(self.runner.compute, stage, value, microbatch, use_reentrant=False)
+            contexts = self.states[stage].contexts
+            return checkpoint(self.runner.compute, stage, value, microbatch, use_reentrant=False, context_fn=contexts)
         return self.runner.compute(stage, value, microbatch)
 
     def _is_recomputed(self, microbatch: int) -> bool:

@@ -46,8 +46,6 @@ class TargetCounts:
     is_counting: bool = False
     #: For each micro-batch, the number for each call; None if counting failed.
     _numbers: list[list[float]] | None = field(factory=list)
-    #: Where counting failed, what the first micro-batch has for each call.
-    _first: dict[int, float] = field(factory=dict)
     #: The numbers that were weighed, and what they were when they were counted.
     _weighed: list[tuple[Tensor, float]] = field(factory=list)
     #: For each micro-batch, what each mean and quotient was divided by, and whether the result has a gradient.
@@ -58,7 +56,6 @@ class TargetCounts:
     def begin(self, step: Callable[[int], Any], microbatches: int) -> None:
         """Begin a step, whose targets are counted by calls of `step` for each of `microbatches`, if need be."""
         self._numbers, self._count = [], lambda: self._counted(step, microbatches)
-        self._first.clear()
         self._divisors.clear()
         self._weighed.clear()
         self._steps += 1
@@ -90,40 +87,32 @@ class TargetCounts:
             yield
         self._divisors.append(mode.divisors)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether targets could not be counted; then what they are divided by is compared."""
+        return self._numbers is None
+
     def mean_of_call(self, microbatch: int, call: int, number: Tensor) -> float | None:
         """Return the mean number of targets of a micro-batch in `call`; None if all have as many.
 
         Raises:
-            ConfigError: `microbatch` has another number than others, and these were not counted; or it is not known
-                which calls belong together.
+            ConfigError: it is not known which calls belong together.
         """
         self._is_needed = True
         if self._count is not None:  # the first step with such a call
             self._count()
         if self._numbers is None:
-            self._compare(call, number)
             return None
         calls = {len(each) for each in self._numbers}
         if len(calls) > 1 and max(calls) > 1:
             raise ConfigError(
-                f"training_step computes {min(calls)} losses over targets for one micro-batch and {max(calls)} for "
-                "another, and strategy.parallel.pipeline counts the targets of each loss in all of them",
-                expected="the same losses for each micro-batch",
-                do="compute all of them also where no target counts, with targets of ignore_index",
-            )
+                f"training_step computes {min(calls)} losses over targets in one micro-batch, {max(calls)} in another",
+                expected="the same losses for each", do="compute all of them, also where all targets are ignored",
+            )  # fmt: skip
         numbers = [each[call] if each else 0.0 for each in self._numbers]
         if numbers:
             self._weighed.append((number, numbers[microbatch]))
         return sum(numbers) / len(numbers) if len(set(numbers)) > 1 else None
-
-    def _compare(self, call: int, number: Tensor) -> None:
-        found = self.among.values(number, 1.0)
-        if found != self._first.setdefault(call, found):
-            raise ConfigError(
-                f"micro-batches have {self._first[call]:g} and {found:g} targets that are not ignored, and "
-                "training_step failed with zeros for the output of the layers, with which they are counted",
-                expected="a training_step that takes any output", do="compute the loss in another way",
-            )  # fmt: skip
 
     def check(self, *, logs: bool) -> None:
         """Compare numbers with those that were counted, and what means and quotients of micro-batches are divided by.
@@ -134,7 +123,7 @@ class TargetCounts:
         Raises:
             ConfigError: a number depends on the output of the layers, or a loss is a mean of means.
         """
-        reads = is_due(self._steps)
+        reads = is_due(self._steps) or self.has_failed
         if self._weighed and reads:
             numbers, counted = zip(*self._weighed, strict=True)
             for found, known in zip(self.among.values(torch.stack(numbers), counted), counted, strict=True):
@@ -157,17 +146,19 @@ class TargetCounts:
 
     def _name(self, low: float, high: float, *, is_loss: bool, logs: bool) -> None:
         found = f"training_step divides by {low:g} in one micro-batch and by {high:g} in another"
-        do = "pass the sum and the count to stratagem_parallel.context_mean(total, count)"
+        do = (
+            "pass the sum and the count to stratagem_parallel.context_mean(total, count), which counts those of the "
+            "whole batch; for a mean in each sample, multiply by 1 / count"
+        )
+        if self.has_failed:
+            found += ", and failed with zeros for the output of the layers, with which targets are counted"
+            do = "let training_step take any output"
+        mean = "is averaged over the micro-batches of strategy.parallel.pipeline: a mean of means"
         if is_loss:
-            raise ConfigError(
-                f"{found}, and strategy.parallel.pipeline averages the loss over micro-batches",
-                expected="one divisor in all of them: this is a mean of means",
-                do=f"{do}, which counts those of the whole batch; for a mean in each sample, multiply by 1 / count",
-            )
+            raise ConfigError(f"{found}, and the loss {mean}", expected="one divisor in all of them", do=do)
         if logs and not self._has_warned:
             self._has_warned = True
-            text = "what it logs is averaged over the micro-batches of strategy.parallel.pipeline: a mean of means"
-            warnings.warn(f"{found}, and {text}; {do}", stacklevel=2)
+            warnings.warn(f"{found}, and what it logs {mean}; {do}", stacklevel=2)
 
 
 class _Losses(TorchFunctionMode):
@@ -206,5 +197,9 @@ class _Losses(TorchFunctionMode):
         if self.counts.is_counting and self.microbatch is not None:  # counting began within this micro-batch
             return None
         self.numbers.append(number.double())
-        call = len(self.numbers) - 1
-        return None if self.microbatch is None else self.counts.mean_of_call(self.microbatch, call, number)
+        if self.microbatch is None:
+            return None
+        mean = self.counts.mean_of_call(self.microbatch, len(self.numbers) - 1, self.numbers[-1])
+        if self.counts.has_failed:
+            self.divisors.append((number, True))
+        return mean

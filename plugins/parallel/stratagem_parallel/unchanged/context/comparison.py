@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
@@ -70,15 +70,9 @@ class _NoDropout(TorchFunctionMode):
 
 
 def difference(
-    user: nn.Module,
-    over: Collectives,
-    whole: Callable[[], Any],
-    parts: Callable[[], Any],
-    run: RunContext,
-    method: str,
-    named: set[str],
-    wanted: Callable[[], bool],
-) -> ConfigError | None:
+    user: nn.Module, over: Collectives, whole: Callable[[], Any], parts: Callable[[], Any], run: RunContext,
+    method: str, named: set[str], wanted: Callable[[], bool],
+) -> ConfigError | None:  # fmt: skip
     """Compare what `whole` and `parts` return and log, two calls of `method`. Warn of metrics that differ. Collective.
 
     Args:
@@ -177,7 +171,7 @@ def _results(call: Callable[[], Any], user: nn.Module) -> tuple[float | None, _L
 
 @contextlib.contextmanager
 def undone(module: nn.Module, logged: _Logged) -> Iterator[None]:
-    """Undo, at the end, what was done to buffers, to simple attributes of all parts of `module`, and to its logs.
+    """Undo, at the end, what was done to buffers and attributes of all parts of `module`, and to its logs.
 
     Numbers that it logs are put into `logged`, with their `reduce_fx`.
     """
@@ -190,49 +184,13 @@ def undone(module: nn.Module, logged: _Logged) -> Iterator[None]:
         for name, value in dict(values).items():
             log(name, value, **options)
 
-    parts = list(module.modules())
-    attributes = [dict(part.__dict__) for part in parts]
-    plain = [each for found in attributes for each in found.values() if type(each) is Tensor]
-    tensors = {id(each): (each, each.clone()) for each in plain if not each.requires_grad}
-    containers = [
-        (each, each.copy()) for found in attributes for name, each in found.items()
-        if isinstance(each, list | dict | set | deque) and name not in _OF_TORCH
-    ]  # fmt: skip
-    if callable(getattr(type(module), "log", None)):
-        module.__dict__["log"], module.__dict__["log_dict"] = log, log_dict
-    try:
-        with unchanged([module]):
-            yield
-    finally:
-        for part, found in zip(parts, attributes, strict=True):
-            part.__dict__.clear()
-            part.__dict__.update(found)
-        for tensor, value in tensors.values():
-            if not torch.is_inference(tensor):
-                tensor.copy_(value)
-        for container, content in containers:
-            _refill(container, content)
-
-
-#: Attributes of torch's modules, which a step leaves alone.
-_OF_TORCH = frozenset(nn.Module().__dict__)
-
-
-def _refill(container: Any, value: Any) -> None:
-    if isinstance(container, dict | set):
-        container.clear()
-        container.update(value)
-    else:
-        container.clear()
-        container.extend(value)
+    with unchanged([module]):
+        if callable(getattr(type(module), "log", None)):
+            module.__dict__["log"], module.__dict__["log_dict"] = log, log_dict
+        yield
 
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether states of random numbers are equal."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(_equal(*pair) for pair in zip(one, other, strict=True))
-    return bool((one == other) if not hasattr(one, "shape") else (one == other).all())
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return all(bool((a == b).all()) if hasattr(a, "shape") else a == b for a, b in pairs)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stratagem_parallel.target_numbers import LOSSES, mean_over_targets, reduction_of
+from stratagem_parallel.target_numbers import mean_over_targets, reduction_of
 
 if TYPE_CHECKING:
     from stratagem_parallel.unchanged.context.part import Part
@@ -171,7 +171,8 @@ def sum_over_positions(function: Any, args: Arguments, options: Options, axis: P
     name, tensor = getattr(function, "__name__", ""), args[0] if args else options.get("input")
     if not isinstance(tensor, Tensor) or axis.length < 2 or not tensor.requires_grad:
         return ""
-    if _reduction(function, args, options) == "sum":
+    loss = getattr(function, "loss", function)  # that of a `MeanOverAllTargets`
+    if reduction_of(loss, args, options) == "sum":
         return f'computes {name} with reduction="sum"'
     if not _has_positions(tensor, axis):
         return ""
@@ -189,18 +190,8 @@ def sum_over_positions(function: Any, args: Arguments, options: Options, axis: P
 
 def kept_loss(function: Any, args: Arguments, options: Options, axis: Part) -> str:
     """Return which loss `function` is, if it is called under a reference that the step kept."""
-    for loss in axis.losses:
-        if function is loss or function is loss.loss:
-            return loss.__name__ if mean_over_targets(loss.loss, args, options) is not None else ""
-    return ""
-
-
-def _reduction(function: Any, args: Arguments, options: Options) -> str:
-    """Return the argument of this name of a loss."""
-    loss = getattr(function, "loss", function)  # that of a `MeanOverAllTargets`
-    if loss in LOSSES:
-        return reduction_of(loss, args, options)
-    return "sum" if options.get("size_average") is False else str(options.get("reduction", ""))
+    kept = next((each for each in axis.losses if function is each or function is each.loss), None)
+    return kept.__name__ if kept is not None and mean_over_targets(kept.loss, args, options) is not None else ""
 
 
 def _has_positions(tensor: Tensor, axis: Part) -> bool:
