@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +17,9 @@ from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_ddp import literal
 from stratagem_ddp.planned import PlannedReplica
-from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
+from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached, trained
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
+from stratagem_process_group.losses import one_gradient_each
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -146,16 +148,17 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def backward(self, loss: torch.Tensor, module: torch.nn.Module, run: RunContext) -> bool:
-        if not isinstance(module, DistributedDataParallel):
+        if not isinstance(module, _Replica):
             run.differentiate(loss)
             if isinstance(module, PlannedReplica) and run.sync_gradients:
                 module.finish(run.manual or bool(self.find_unused_parameters) or not run.owns_loop)
             return True
         try:
-            if run.manual and run.sync_gradients:
-                _backward_inside_forward(loss, module, run)
-            else:
-                run.differentiate(loss)
+            with _checked(module, run):
+                if run.manual and run.sync_gradients:
+                    _backward_inside_forward(loss, module, run)
+                else:
+                    run.differentiate(loss)
             if run.sync_gradients and run.owns_loop:  # a loop without a Trainer may call backward several times a step
                 check_complete(module, run)
         except RuntimeError as error:
@@ -193,6 +196,8 @@ class _Replica(DistributedDataParallel):
         #: Names of the parameters that DDP averages, by its numbers; a parameter frozen later keeps its number.
         self.names = names_of(self)
         self.traffic = traffic
+        #: A static graph adds the gradients that a parameter gets in one backward.
+        self.is_checked: bool = options["static_graph"]
 
     def check_frozen(self) -> None:
         """Refuse a parameter that was frozen when DDP wrapped the model and is trained now: DDP does not average it."""
@@ -226,6 +231,14 @@ def _learns_its_graph(replica: DistributedDataParallel) -> bool:
     averaging them again with the later micro-batches changes nothing.
     """
     return replica.static_graph and REACHED not in vars(replica)
+
+
+def _checked(replica: _Replica, run: RunContext) -> AbstractContextManager[None]:
+    """Refuse two gradients of a parameter in the first backward of `replica` that sends."""
+    if replica.is_checked or not run.sync_gradients:
+        return contextlib.nullcontext()
+    replica.is_checked = True
+    return one_gradient_each(trained(replica))
 
 
 def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel, run: RunContext) -> None:

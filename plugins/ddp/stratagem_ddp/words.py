@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratagem.errors import ConfigError
-from stratagem_process_group.losses import check_reached
+from stratagem_process_group.losses import check_reached, second_gradient
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -35,6 +35,8 @@ def explain(error: RuntimeError, replica: DistributedDataParallel, rank: int, lo
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         raise _without_gradient(text, replica, rank) from error
+    if "Expected to mark a variable ready only once" in text:
+        raise second_gradient("a parameter") from error
     if replica.static_graph and "Your training graph has changed in this iteration" in text:
         raise _with_a_new_gradient(replica, rank, loss) from error
 

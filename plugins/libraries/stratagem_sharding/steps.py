@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stratagem_process_group.losses import second_gradient
 from stratagem_sharding.memory import BufferPool, reuse_freed_blocks
-from stratagem_sharding.param_groups import param_groups, units_in
+from stratagem_sharding.param_groups import param_groups, units_in, with_gradients
 from stratagem_sharding.sharded_use import is_sharded_use, sharded_use
 from stratagem_sharding.traffic import count_bytes
 from stratagem_sharding.unit_order import UnitOrder
@@ -43,6 +44,8 @@ class ShardedSteps:
         self._messages = BufferPool(most=5)
         self._gradients = BufferPool(most=math.inf)
         self._has_stepped = False
+        #: Models that have had a backward.
+        self._checked: set[nn.Module] = set()
         #: Whether parameters are on the CPU, where the optimizer allocates with the C library.
         self._on_cpu = False
 
@@ -111,11 +114,22 @@ class ShardedSteps:
                 loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
             with torch.autocast(run.device.type, enabled=False), self._kept.last_backward():
                 run.differentiate(loss)
+            if run.manual or run.sync_gradients:
+                self._check_reduced(root)
             if not run.manual:
                 self._kept.release()
             yield
             if run.manual:
                 root.unshard()
+
+    def _check_reduced(self, root: nn.Module) -> None:
+        """Refuse gradients that came after their unit was reduced; in the first backward that reduces."""
+        if root in self._checked:
+            return
+        self._checked.add(root)
+        groups = ((unit, group) for unit in self._units[root] for group in param_groups(unit._get_fsdp_state()))
+        if late := next((unit for unit, group in groups if with_gradients(group.fsdp_params)), None):
+            raise second_gradient(f"a parameter of a {type(late).__name__.removeprefix('FSDP')}")
 
     def several_backwards(self) -> AbstractContextManager[None]:
         """Return a context for all backwards of a step that calls parts of a model; `reduce` follows."""
@@ -160,6 +174,7 @@ class ShardedSteps:
     def close(self) -> None:
         """Forget the models, free buffers, and end the thread that compares."""
         self._units.clear()
+        self._checked.clear()
         self._messages.clear()
         self._gradients.clear()
         self._has_stepped = False

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stratagem.api import Bucket
+from stratagem_process_group.losses import note_gradient
 from stratagem_sharding.shards import local
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class GradientAverager:
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._waiting: list[int] = []
         self._sent: list[tuple[list[nn.Parameter], torch.futures.Future[torch.Tensor]]] = []
+        self._seen: set[torch.Tensor] = set()
         self._is_active = False
         self._handles: list[Any] = []
         self._add_trained()
@@ -75,6 +77,7 @@ class GradientAverager:
         """Send buckets from now on, as soon as their gradients are complete: called before the last backward."""
         self._add_trained()
         self._waiting, self._sent, self._is_active = [len(bucket) for bucket in self._buckets], [], True
+        self._seen.clear()
 
     def finish(self) -> None:
         """Send the rest and put the averages into the gradients: called after the last backward. Collective."""
@@ -99,6 +102,7 @@ class GradientAverager:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if not self._is_active:
             return
+        note_gradient(self._seen, parameter)
         self._waiting[self._bucket_of[parameter]] -= 1  # type: ignore[index]  # it is a parameter
         while len(self._sent) < len(self._buckets) and self._waiting[len(self._sent)] <= 0:
             self._send()
