@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
-from collections import UserDict
+import dataclasses
+import pickle
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from stratagem.errors import ConfigError
 from stratagem_microbatches import batch_size, merge, split
 from stratagem_parallel import ParallelStrategy, context_mean
 from stratagem_parallel.pipeline.balance import cut_evenly, sizes_of_stages
+from stratagem_parallel.pipeline.boundaries import assembled, form_of, tensors_in
 from stratagem_parallel.pipeline.pipeline import equal_sizes
 from stratagem_parallel.pipeline.runner import unchanged
 from stratagem_parallel.pipeline.schedules import SCHEDULES, actions, check_counts, schedule_named
@@ -262,6 +266,50 @@ def test_code_of_which_a_trace_would_lose_something_is_refused(body, why):
     with pytest.raises(ConfigError, match=why):
         cut_at(module, ["net.blocks.1"])
     assert all(part.training for part in module.modules())
+
+
+class Mapping(OrderedDict):
+    """As models of transformers and diffusers return it."""
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclasses.dataclass
+class Record:
+    last: torch.Tensor
+    more: list[torch.Tensor]
+
+
+Pair = collections.namedtuple("Pair", "last more")
+
+
+class Returns(Body):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        last = super().forward(x)
+        return self.kind(last=last, more=[last + 1])
+
+
+@pytest.mark.parametrize("kind", [Mapping, Record, Pair, dict])
+def test_a_traced_model_returns_what_its_forward_does(kind):
+    module = nn.ModuleDict({"net": Returns(kind)})
+    cut = cut_at(module, ["net.last"])
+    x = torch.randn(6, 16)
+    value = cut.bind(x)
+    for stage in cut.stages:
+        value = stage.compute(value)
+    form = form_of(value, 1, passes_numbers=True)
+    for found in (value, assembled(tensors_in(value, form, 1), pickle.loads(pickle.dumps(form)))):
+        assert type(found) is kind
+        last = found["last"] if kind is dict else found.last
+        assert torch.equal(last, module["net"](x)["last"] if kind in (dict, Mapping) else module["net"](x).last)
 
 
 def test_models_that_cannot_be_traced_are_refused():

@@ -67,11 +67,11 @@ class RecomputedState:
         modules = [each for part in parts for each in part.modules()]
         self._modules = [each for each in modules if each._buffers or not type(each).__module__.startswith("torch.nn")]
 
-    def contexts(self, inner: Callable[[], Any] = nothing) -> list[AbstractContextManager[None]]:
+    def contexts(self, inner: Callable[[], Any] = nothing) -> tuple[Any, Any]:
         """Return contexts of a forward and of what backward computes again, within which are those of `inner`."""
         changed: State = []
         first, again = inner()
-        return [self._first(changed, first), self._again(changed, again)]
+        return self._first(changed, first), self._again(changed, again)
 
     @contextlib.contextmanager
     def _first(self, changed: State, inner: AbstractContextManager[None]) -> Iterator[None]:

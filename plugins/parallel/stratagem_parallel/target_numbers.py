@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv
 _changes: list[Callable[[Tensor], Tensor]] = []
 
 
-def reduction_of(function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> str:
+def reduction_of(function: Any, args: Sequence[Any], options: dict[str, Any]) -> str:
     """Return what a loss does with the losses of all targets: "mean", "sum" or "none"; "" if it is not known."""
     names = LOSSES.get(function, ())
     given = dict(zip(names, args, strict=False)) | options
@@ -42,7 +42,7 @@ def reduction_of(function: Any, args: Sequence[Any], options: Mapping[str, Any])
 
 
 def mean_over_targets(
-    loss: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+    loss: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
 ) -> tuple[Tensor, Callable[[], Tensor]] | None:
     """Return the divisor of a call of one of `LOSSES`, and what computes its sum.
 
@@ -73,7 +73,7 @@ def number_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tenso
     return torch.where(counts, weight[target.where(counts, 0)], 0).sum()
 
 
-def divisor_of(function: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> Tensor | float | None:
+def divisor_of(function: Any, args: Sequence[Any], options: dict[str, Any], result: Any) -> Tensor | float | None:
     """Return by what `function` divided a sum to get `result`, if it is a mean or a quotient of numbers; else None.
 
     A mean over a number that differs between parts of a batch is not the mean of the means of parts.

@@ -13,12 +13,14 @@ or sets attributes, is refused. A number that it reads from an attribute keeps t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from stratagem.errors import ConfigError, nearest
 from stratagem_parallel.pipeline.stages import Cut, Stage
@@ -113,6 +115,10 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, target, *arguments, **options)
 
     def create_arg(self, a: Any) -> Any:
+        if _has_fields(type(a)):  # torch's tracer would make a dictionary of it
+            _register(type(a))
+            fields = {name: self.create_arg(value) for name, value in _fields(a).items()}
+            return self.create_node("call_function", type(a), (), fields)
         made = super().create_arg(a)
         if isinstance(made, fx.Node) and made.op == "get_attr" and str(made.target).startswith("_tensor_constant"):
             raise _NotRecorded("it makes a tensor that does not depend on its inputs")
@@ -166,6 +172,27 @@ def _trace(user: nn.Module, where: str, split_points: list[str]) -> tuple[fx.Gra
         for part, training in was_training.items():
             part.training = training
     return graph, tracer.defaults
+
+
+def _has_fields(kind: type) -> bool:
+    """Return whether values of `kind` are made of named values: dataclasses, and dictionaries of users' classes."""
+    is_own = issubclass(kind, dict) and kind is not dict and not kind.__module__.startswith("torch.")
+    return is_own or dataclasses.is_dataclass(kind)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return (
+        dict(value) if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    )
+
+
+def _register(kind: type) -> None:
+    """Tell torch how values of `kind` are taken apart and put together, as the messages between stages need it."""
+    if kind not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            kind, lambda value: (list(_fields(value).values()), list(_fields(value))),
+            lambda values, names: kind(**dict(zip(names, values, strict=True))),
+        )  # fmt: skip
 
 
 class _NotRecorded(Exception):
@@ -269,7 +296,7 @@ class _Traced:
             else:
                 known[name] = target(*given, **named)
         results: Any = _filled(self.results, known, root)
-        if isinstance(results, dict):  # what only passes through needs a gradient of its own
+        if type(results) is dict:  # what only passes through needs a gradient of its own
             return {key: _passed(value, values.get(key)) for key, value in results.items()}
         return results
 
@@ -300,6 +327,8 @@ def _filled(arguments: Any, known: dict[str, Any], root: nn.Module) -> Any:
         return getattr(root.get_submodule(module), name)
 
     filled = fx.node.map_aggregate(arguments, fill)
+    if isinstance(arguments, _Name) or hasattr(filled, "_fields"):
+        return filled
     if isinstance(filled, dict):
         return dict(filled)
     return tuple(filled) if isinstance(filled, tuple) else list(filled) if isinstance(filled, list) else filled

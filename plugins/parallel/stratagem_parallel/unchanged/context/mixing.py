@@ -172,7 +172,7 @@ def sum_over_positions(function: Any, args: Arguments, options: Options, axis: P
     if not isinstance(tensor, Tensor) or axis.length < 2 or not tensor.requires_grad:
         return ""
     loss = getattr(function, "loss", function)  # that of a `MeanOverAllTargets`
-    if reduction_of(loss, args, options) == "sum":
+    if reduction_of(loss, args, dict(options)) == "sum":
         return f'computes {name} with reduction="sum"'
     if not _has_positions(tensor, axis):
         return ""
@@ -191,7 +191,7 @@ def sum_over_positions(function: Any, args: Arguments, options: Options, axis: P
 def kept_loss(function: Any, args: Arguments, options: Options, axis: Part) -> str:
     """Return which loss `function` is, if it is called under a reference that the step kept."""
     kept = next((each for each in axis.losses if function is each or function is each.loss), None)
-    return kept.__name__ if kept is not None and mean_over_targets(kept.loss, args, options) is not None else ""
+    return kept.__name__ if kept is not None and mean_over_targets(kept.loss, args, dict(options)) is not None else ""
 
 
 def _has_positions(tensor: Tensor, axis: Part) -> bool:
