@@ -72,7 +72,8 @@ class Begun(GroupsById):
     """Its optimizer makes its state at once."""
 
     def configure_optimizers(self):
-        return torch.optim.Adagrad(super().configure_optimizers().param_groups, 5e-3, initial_accumulator_value=0.3)
+        rest = [p for p in self.parameters() if id(p) not in self.ids]
+        return torch.optim.Adagrad([*self.slow, *rest], 5e-3, initial_accumulator_value=0.3)
 
 
 ALL = (*WAYS, Begun, RemovedHook, Subclass, Foreign, Missing)

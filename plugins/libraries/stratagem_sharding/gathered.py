@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from stratagem.api.parameters import take_place
+from stratagem.errors import ConfigError
+from stratagem_sharding.param_groups import param_groups
+from stratagem_sharding.shards import local, shard_like
+
+#: Attributes of a gathered parameter: its version when it was gathered first, and that its memory was asked for.
+_VERSION, _TAKEN = "_stratagem_version", "_stratagem_taken"
+_DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 def follow(group: Any, whole: Mapping[tuple[nn.Module, str], nn.Parameter | None]) -> None:
@@ -29,6 +37,14 @@ def follow(group: Any, whole: Mapping[tuple[nn.Module, str], nn.Parameter | None
 
 def _gather(group: Any, attributes: dict[Any, dict[str, Any]]) -> None:
     """Wait until `group` is gathered; then give its parameters the hooks of their shards, and once the `attributes`."""
+    for each in () if group.is_unsharded else group.fsdp_params:
+        if each._module_info.module._parameters.get(each._module_info.param_name) is not each.sharded_param:
+            raise ConfigError(
+                f"{each._param_fqn.removeprefix('module.')!r} is replaced while its unit is called, as functional_call "
+                "does, and the unit gathers its own weights",
+                expected="units that are called with their own weights",
+                do="leave that layer out of auto_wrap_policy",
+            )
     type(group).wait_for_unshard(group)
     for each in group.fsdp_params:
         hooks, gathered = each.sharded_param._backward_hooks, getattr(each, "_unsharded_param", None)
@@ -38,3 +54,53 @@ def _gather(group: Any, attributes: dict[Any, dict[str, Any]]) -> None:
             gathered._backward_hooks = hooks
         if each in attributes:
             gathered.__dict__.update(attributes.pop(each))
+            if type(gathered) is nn.Parameter:
+                gathered.__class__ = _Gathered
+            gathered.__dict__[_VERSION] = gathered._version
+
+
+class _Gathered(nn.Parameter):
+    """A parameter while its unit computes: afterwards only the shard stays, without what was written here."""
+
+    @property
+    def data(self) -> Any:
+        self.__dict__[_TAKEN] = True
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if _VERSION in self.__dict__:  # not a copy
+            raise _lost("a weight")
+        _DATA.__set__(self, value)
+
+
+def check_writes(units: Iterable[Any]) -> None:
+    """Refuse what a step wrote into the gathered parameters of `units`.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for group in (group for unit in units for group in param_groups(unit._get_fsdp_state())):
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            state: dict[str, Any] = {} if whole is None else whole.__dict__
+            taken = state.pop(_TAKEN, False) and group.is_unsharded
+            if whole is not None and (
+                whole._version != state.get(_VERSION, whole._version)
+                or (
+                    taken
+                    and not torch.equal(
+                        local(shard_like(whole.detach(), each.sharded_param)),
+                        each.sharded_param.to_local().to(whole.dtype),
+                    )
+                )
+            ):
+                raise _lost(repr(each._param_fqn.removeprefix("module.")))
+
+
+def _lost(name: str) -> ConfigError:
+    return ConfigError(
+        f"training_step wrote into {name}, which is gathered for the step and would lose it",
+        expected="weights that the optimizer and hooks change",
+        do="write in on_train_batch_start or on_train_batch_end, which write into shards",
+    )
