@@ -146,7 +146,7 @@ class ResumableBatches:
         """Begin the next epoch at `position`, where `state` was saved, with the random state `now`."""
         self._now = now
         self._shuffle_as_several(now)
-        if state.get("batch_sizes", self.batch_sizes) == self.batch_sizes:
+        if (state.get("batch_sizes") or self.batch_sizes) == self.batch_sizes:
             self._resumed = state
         else:
             self._move(position, state, now, self.run.mesh.num_data_shards)
@@ -172,11 +172,8 @@ class ResumableBatches:
 
     def _move(self, position: Position, state: dict[str, Any], saved: dict[str, Any], shards: int) -> None:
         """Move `position`, which counts batches of the run that saved `state`, to where as many samples were used."""
-        sizes, size, here = (
-            state.get("batch_sizes", self.batch_sizes),
-            self.batch_sizes[0],
-            self.run.mesh.num_data_shards,
-        )
+        sizes, size = state.get("batch_sizes") or self.batch_sizes, self.batch_sizes[0]
+        here = self.run.mesh.num_data_shards
         position.batches_of_earlier_epochs = position.batches_of_earlier_epochs * sizes[0] * shards // (size * here)
         if position.epoch_done:
             return

@@ -221,6 +221,8 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
                 raise CheckpointError(f"{where} has no {key!r}", expected="what each rank saved", do="use another one")
         check_numbers(rank["callback_metrics"], f"{where}.callback_metrics")
         check_batches(rank["feed"], f"{where}.feed")
+        listed = [*rank["feed"].get("batch_sizes", ()), *rank["random"].get("sampler_seeds", ())]
+        check_numbers({str(index): each for index, each in enumerate(listed)}, f"{where}: batch_sizes, sampler_seeds")
     mine, where = ranks[numbers[0]], f"{path}: ranks[{numbers[0]}]"
     restore = functools.partial(restore_random_state, devices=fit.run.devices)
     restore_random = restore if fit.train_batches is None else fit.train_batches.restore_random_state
