@@ -366,7 +366,7 @@ class Packed:
 
 
 def unpacked(loop: Loop, program: Program) -> None:
-    """Compute each document alone: rows hold two, and the first token of each is no target."""
+    """Compute each document alone: rows hold two, and no loss counts the first token of each."""
     loop.loss = lambda model, batch: loss_of(model(halved(batch)), halved(batch))
 
 
@@ -493,7 +493,7 @@ FEATURES = [
         arguments=callback(LearningRateFinder, min_lr=1e-3, max_lr=1.0, num_training_steps=20),
     ),
     Feature(
-        name="auto_microbatch", arguments=callback(AutoMicrobatch, microbatches=2),
+        name="auto_microbatch", reorders=True, arguments=callback(AutoMicrobatch, microbatches=2),
         acted=lambda program: program.callback(AutoMicrobatch).count == 2,
     ),
     Feature(name="optimizer_in_backward", arguments=callback(OptimizerInBackward), acted=lambda _: True),

@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import torch
+
 from . import features, outcomes
 
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
@@ -14,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 
 def main() -> None:
     """Train all pairs, which takes minutes, and write the sentences of those that are refused."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         found = {features.title(pair): outcomes.outcome(pair) for pair in features.PAIRS}
