@@ -17,6 +17,7 @@ from test_parallel_context import Llama, labelled
 from test_parallel_expert import BATCHES, Mixture
 from test_parallel_tensor import LAYERS, NORMS, PLANS
 from test_parallel_together import STACKED_VOCAB
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
@@ -109,6 +110,14 @@ class Own(Attention):
         return self.out(k + self.v(x))
 
 
+class MakesLoss(GPT):
+    """Makes the layer of the loss in its step."""
+
+    def training_step(self, batch, batch_idx):
+        logits, targets = self(batch[0]), batch[1]
+        return 8 * nn.CrossEntropyLoss(None, ignore_index=-1)(logits.flatten(0, 1), targets.flatten())
+
+
 def _with_own_code():
     model = _with_attention(Own)
     for layer in model.layers:
@@ -172,6 +181,7 @@ SELECTIVE = {"activation_checkpointing": {"policy": {Block}, "mode": "selective"
 ONE_GRAPH = {"modules": {Block}, "fullgraph": True}
 TENSOR = {
     "blocks, as one graph": _tensor(**ONE_GRAPH), "steps of any plan": _tensor(),
+    "a loss that a step makes": _tensor(MakesLoss, sizes={"plan": PLANS["vocab"]}),
     "a llama, in one graph": _tensor(functools.partial(TensorLlama, True), sizes={"plan": None}, fullgraph=True),
     "parts of blocks": _tensor(modules={Attention}),
     "without gradients, then with": _tensor(functools.partial(_with_attention, Scaled), sizes={"plan": LAYERS}),

@@ -45,7 +45,7 @@ class TargetCounts:
     _count: Callable[[], None] | None = None
     is_counting: bool = False
     #: For each micro-batch, the number for each call; None if counting failed.
-    _numbers: list[list[float]] | None = field(factory=list)
+    numbers: list[list[float]] | None = field(factory=list)
     #: The numbers that were weighed, and what they were when they were counted.
     _weighed: list[tuple[Tensor, float]] = field(factory=list)
     #: For each micro-batch, what each mean and quotient was divided by, and whether the result has a gradient.
@@ -55,7 +55,7 @@ class TargetCounts:
 
     def begin(self, step: Callable[[int], Any], microbatches: int) -> None:
         """Begin a step, whose targets are counted by calls of `step` for each of `microbatches`, if need be."""
-        self._numbers, self._count = [], lambda: self._counted(step, microbatches)
+        self.numbers, self._count = [], lambda: self._counted(step, microbatches)
         self._divisors.clear()
         self._weighed.clear()
         self._steps += 1
@@ -71,14 +71,14 @@ class TargetCounts:
                     step(index)
                 counted.append(counting.numbers)
         except Exception:  # noqa: BLE001 - a loss that zeros do not suit; the step itself raises its own errors
-            self._numbers = None
+            self.numbers = None
             return
         finally:
             self.is_counting = False
         if any(counted):
             stacked = torch.stack([number for numbers in counted for number in numbers])
             flat = self.among.values(stacked, [1.0] * len(stacked))
-            self._numbers = [[flat.pop(0) for _ in numbers] for numbers in counted]
+            self.numbers = [[flat.pop(0) for _ in numbers] for numbers in counted]
 
     @contextmanager
     def weighing(self, microbatch: int) -> Iterator[None]:
@@ -86,11 +86,6 @@ class TargetCounts:
         with _Losses(self, microbatch) as mode, changed(mode.divisor):
             yield
         self._divisors.append(mode.divisors)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether targets could not be counted; then what they are divided by is compared."""
-        return self._numbers is None
 
     def mean_of_call(self, microbatch: int, call: int, number: Tensor) -> float | None:
         """Return the mean number of targets of a micro-batch in `call`; None if all have as many.
@@ -101,15 +96,15 @@ class TargetCounts:
         self._is_needed = True
         if self._count is not None:  # the first step with such a call
             self._count()
-        if self._numbers is None:
+        if self.numbers is None:
             return None
-        calls = {len(each) for each in self._numbers}
+        calls = {len(each) for each in self.numbers}
         if len(calls) > 1 and max(calls) > 1:
             raise ConfigError(
                 f"training_step computes {min(calls)} losses over targets in one micro-batch, {max(calls)} in another",
                 expected="the same losses for each", do="compute all of them, also where all targets are ignored",
             )  # fmt: skip
-        numbers = [each[call] if each else 0.0 for each in self._numbers]
+        numbers = [each[call] if each else 0.0 for each in self.numbers]
         if numbers:
             self._weighed.append((number, numbers[microbatch]))
         return sum(numbers) / len(numbers) if len(set(numbers)) > 1 else None
@@ -123,7 +118,7 @@ class TargetCounts:
         Raises:
             ConfigError: a number depends on the output of the layers, or a loss is a mean of means.
         """
-        reads = is_due(self._steps) or self.has_failed
+        reads = is_due(self._steps) or self.numbers is None
         if self._weighed and reads:
             numbers, counted = zip(*self._weighed, strict=True)
             for found, known in zip(self.among.values(torch.stack(numbers), counted), counted, strict=True):
@@ -150,7 +145,7 @@ class TargetCounts:
             "pass the sum and the count to stratagem_parallel.context_mean(total, count), which counts those of the "
             "whole batch; for a mean in each sample, multiply by 1 / count"
         )
-        if self.has_failed:
+        if self.numbers is None:
             found += ", and failed with zeros for the output of the layers, with which targets are counted"
             do = "let training_step take any output"
         mean = "is averaged over the micro-batches of strategy.parallel.pipeline: a mean of means"
@@ -200,6 +195,6 @@ class _Losses(TorchFunctionMode):
         if self.microbatch is None:
             return None
         mean = self.counts.mean_of_call(self.microbatch, len(self.numbers) - 1, self.numbers[-1])
-        if self.counts.has_failed:
+        if self.counts.numbers is None:
             self.divisors.append((number, True))
         return mean

@@ -181,9 +181,7 @@ def _has_fields(kind: type) -> bool:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return (
-        dict(value) if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    )
+    return dict(value) if isinstance(value, dict) else vars(value)
 
 
 def _register(kind: type) -> None:

@@ -16,7 +16,7 @@ from stratagem_parallel.plan import plan_of
 from stratagem_parallel.unchanged.tensor import rules as rules  # slices need them
 from stratagem_parallel.unchanged.tensor.copies import without_marks
 from stratagem_parallel.unchanged.tensor.cutting import cut, styled
-from stratagem_parallel.unchanged.tensor.functions import see_slices
+from stratagem_parallel.unchanged.tensor.functions import see_slices, trace_loss_layers
 from stratagem_parallel.unchanged.tensor.moves import Line, TracedStep, all_whole
 from stratagem_parallel.unchanged.tensor.slices import Slice, part_of_slice
 from stratagem_sharding.sharded_use import is_sharded_use, tensors_in_use
@@ -83,6 +83,8 @@ def connect(user: nn.Module, over: Collectives, *, traced: bool) -> None:
     line = user.__dict__.get(_LINE)
     if line is not None:
         line.connect(over, traced=traced)
+        if traced:
+            trace_loss_layers()
         line.sharing.traces = not any(isinstance(part.forward, Selective) for part in user.modules())
 
 

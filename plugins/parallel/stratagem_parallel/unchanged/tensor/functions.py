@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.nn import functional as F  # noqa: N812
 
+from stratagem_parallel.target_numbers import LOSSES
 from stratagem_parallel.unchanged.tensor.moves import whole
 from stratagem_parallel.unchanged.tensor.operands import layout_of
 from stratagem_parallel.unchanged.tensor.slices import Slice, as_slice, part_of_slice
@@ -44,6 +46,18 @@ def see_slices(*, traced: bool) -> Iterator[None]:
     finally:
         Function.apply = _apply  # type: ignore[method-assign]
         torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
+def trace_loss_layers() -> None:
+    """Have torch's compiler trace an ``nn.CrossEntropyLoss`` that a step makes as the function, which asks slices."""
+    from torch._dynamo import variables
+
+    def layer(_: Any, tx: Any, args: Any, options: Any) -> Any:
+        given = dict(zip(LOSSES[F.cross_entropy][2:], args, strict=False)) | options
+        function = variables.base.VariableTracker.build(tx, F.cross_entropy)
+        return variables.LambdaVariable(lambda *both: function.call_function(tx, [*both], given))
+
+    variables.UserDefinedClassVariable._call_cross_entropy_loss = layer  # type: ignore[assignment, method-assign]
 
 
 def _programs_own(cls: Any) -> Iterator[Any]:
