@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -80,14 +80,24 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
 
 
 def repeated(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of one class, two or more with parameters, of each ModuleList and Sequential in `module`."""
+    """Return the layers of one class, two or more with parameters, of each ModuleList and Sequential in `module`.
+
+    A list of lists has the layers of all of them. The only layer of a ModuleList is one, too: forward may repeat it.
+    """
     found: list[nn.Module] = []
     for part in module.modules():
         if isinstance(part, nn.ModuleList | nn.Sequential):
-            layers = [each for each in part if any(True for _ in each.parameters()) and any(each.children())]
+            layers = [each for each in _layers(part) if any(True for _ in each.parameters()) and any(each.children())]
             kinds = [type(each) for each in layers]
-            found += [each for each in layers if kinds.count(type(each)) > 1]
+            alone = isinstance(part, nn.ModuleList) and len(part) == 1
+            found += [each for each in layers if kinds.count(type(each)) > 1 or alone]
     return outermost(module, found)
+
+
+def _layers(part: nn.Module) -> Iterator[nn.Module]:
+    """Yield what a list holds, and what the lists in it hold, which have no forward."""
+    for each in filter(None, part._modules.values()):
+        yield from _layers(each) if isinstance(each, nn.ModuleList | nn.ModuleDict) else (each,)
 
 
 def outermost(module: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:

@@ -61,7 +61,7 @@ def cut_at(user: nn.Module, split_points: list[str]) -> Cut:
                 compute=_Traced(user, where, nodes, results),
             )
         )  # fmt: skip
-    return Cut(where, tuple(stages), _Binding(user.get_submodule(where), defaults), passes_numbers=True)
+    return Cut(where, tuple(stages), _Binding(user.get_submodule(where), defaults, graph), passes_numbers=True)
 
 
 def _check_names(user: nn.Module, split_points: list[str]) -> None:
@@ -335,9 +335,11 @@ def _filled(arguments: Any, known: dict[str, Any], root: nn.Module) -> Any:
 class _Binding:
     """Makes the input of the first stage of the arguments with which the traced module is called."""
 
-    def __init__(self, root: nn.Module, defaults: dict[str, Any]) -> None:
+    def __init__(self, root: nn.Module, defaults: dict[str, Any], graph: fx.Graph) -> None:
         self.signature, self.name = inspect.signature(type(root).forward), type(root).__name__
         self.defaults = defaults
+        #: By parameter: the node's name, which is another one for a name of Python's own, such as `input`.
+        self.nodes = {str(node.target): node.name for node in graph.nodes if node.op == "placeholder"}
 
     def __call__(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         bound = self.signature.bind(None, *arguments, **options)
@@ -351,4 +353,4 @@ class _Binding:
                     expected="the default of each argument that has one",
                     do=f"leave out {name}, or give the parameter no default in forward",
                 )
-        return values
+        return {self.nodes.get(name, name): value for name, value in values.items()}
