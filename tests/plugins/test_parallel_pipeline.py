@@ -212,6 +212,16 @@ def test_a_traced_model_computes_the_same_in_stages():
         cut.bind(x, double=True)
 
 
+def test_an_argument_may_have_a_name_of_pythons_own():
+    """As the `input` of nn.Sequential."""
+    module = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))})
+    cut = cut_at(module, ["net.1"])
+    x = torch.randn(6, 4)
+
+    first, second = cut.stages
+    assert torch.equal(second.compute(first.compute(cut.bind(x))), module["net"](x))
+
+
 class Frozen(Body):
     def forward(self, x):
         with torch.no_grad():
