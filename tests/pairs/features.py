@@ -390,6 +390,8 @@ def found_rate(loop: Loop, program: Program) -> None:
 
 
 def found_by(program: Program) -> float | None:
+    if not program.trainers:
+        return 0.2  # plain loops are compared with each other
     return program.callback(LearningRateFinder, fit=0 if len(program.trainers) > 1 else -1).suggestion
 
 
