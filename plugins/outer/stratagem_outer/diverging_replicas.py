@@ -158,7 +158,7 @@ class DivergingReplicas(Plugin):
 
     @hookimpl(wrapper=True)
     def step_optimizers(self, optimizers: list[Optimizer], run: RunContext) -> Generator[None, bool, bool]:
-        if len(optimizers) < len(run.optimizers) and not run.manual:
+        if 0 < len(optimizers) < len(run.optimizers) and not run.manual:
             raise ConfigError(
                 f"{self.path} counts steps, and {len(optimizers)} of {len(run.optimizers)} optimizers steps",
                 expected="all in one step", do="call run.optimizer_step with a list of them",

@@ -90,7 +90,7 @@ class ClosureStep(TrainStep):
     def step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Do what ``optimizer.step(closure, **options)`` of the handle does."""
         if self.closes_over:
-            within = None if closure is None else averaging(closure, self.run.collectives, before=self.clip)
+            within = None if closure is None else averaging(closure, self.run.collectives, before=self.prepare)
             self.update(within, **options)
             return None
         loss = None if closure is None else closure()

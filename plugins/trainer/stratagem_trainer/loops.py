@@ -60,50 +60,42 @@ class TrainLoop:
         self.module_may_skip = overrides(module, "on_train_batch_start")
         self.batch_end = state.events.listener("on_train_batch_end")
         self.step.listen(train_batches.targets)
-        self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
+        self.step_schedulers: list[Any] = []
         self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
         #: Says when to validate, for a `val_check_interval` in time.
         self.clock = ValidationClock(state) if state.validates_in_time and any(state.num_val_batches) else None
         self._over = None if self.deadline is None else LateFlag(self.run.collectives.duplicate("flags"))
 
     def _check_optimizers(self) -> None:
-        manual, count = self.run.manual, len(self.run.optimizers)
-        name = type(self.state.module).__name__
-        evaluates = [type(each).__name__ for each in self.run.optimizers if needs_closure(each)]
-        own = [f"{name}.{method}" for method in STEP_METHODS if overrides(self.state.module, method)]
-        if not manual and count > 1 and (evaluates or own):
+        module, optimizers, settings = self.state.module, self.run.optimizers, self.settings
+        name, evaluates = type(module).__name__, [type(each).__name__ for each in optimizers if needs_closure(each)]
+        own = [f"{name}.{method}" for method in STEP_METHODS if overrides(module, method)]
+        for option, unset in {"gradient_clip_val": (None, 0), "loss_normalization": ("batches",)}.items():
+            if self.run.manual and (value := getattr(settings, option)) not in unset:
+                raise ConfigError(
+                    f"{option} is {value!r} with {name}.automatic_optimization = False", expected="it unset",
+                    do="do it in training_step, where you step the optimizers",
+                )  # fmt: skip
+        if not self.run.manual and len(optimizers) > 1 and (evaluates or own):
             raise ConfigError(
-                f"{name}.configure_optimizers returned {count} optimizers with {(evaluates or own)[0]}",
+                f"{name}.configure_optimizers returned {len(optimizers)} optimizers with " + (evaluates or own)[0],
                 expected="one optimizer, or several that the trainer steps after each backward",
                 do="set automatic_optimization = False and step them in training_step",
             )
-        if self.step.closes_over and self.settings.loss_normalization != "batches":
+        if evaluates and settings.loss_normalization != "batches":
             raise ConfigError(
-                f"loss_normalization is {self.settings.loss_normalization!r} with {evaluates[0]}, "
-                "which evaluates the model itself", expected='"batches"',
+                f"loss_normalization is {settings.loss_normalization!r} with {evaluates[0]}, which evaluates the model "
+                "itself", expected='"batches"',
             )  # fmt: skip
-        accumulates = self.settings.accumulate_grad_batches != 1
-        if accumulates:
-            self._check_accumulation(self.settings.accumulate_grad_batches)
-        refused = {
-            "accumulate_grad_batches": accumulates, "gradient_clip_val": self.settings.gradient_clip_val,
-            "loss_normalization": self.settings.loss_normalization != "batches",
-        }  # fmt: skip
-        for option, is_set in refused.items():
-            if manual and is_set:
-                raise ConfigError(
-                    f"{option} is {getattr(self.settings, option)!r} with {name}.automatic_optimization = False",
-                    expected="it unset",
-                    do="do it in training_step, where you step the optimizers",
-                )
+        if settings.accumulate_grad_batches != 1:
+            self._check_accumulation(settings.accumulate_grad_batches)
 
     def _check_accumulation(self, batches: int | dict[int, int]) -> None:
-        """Refuse to accumulate for an optimizer that evaluates one batch many times."""
-        if self.step.closes_over:
-            raise ConfigError(
-                f"accumulate_grad_batches is {batches} with {type(self.run.optimizers[0]).__name__}, which evaluates "
-                "the model itself", expected="1",
-            )  # fmt: skip
+        """Refuse to accumulate where `training_step` steps, or for an optimizer that evaluates one batch many times."""
+        if self.run.manual or self.step.closes_over:
+            by = f"{type(self.run.optimizers[0]).__name__}, which evaluates the model itself"
+            by = f"{type(self.state.module).__name__}.automatic_optimization = False" if self.run.manual else by
+            raise ConfigError(f"accumulate_grad_batches is {batches} with {by}", expected="1")
 
     def fit(self) -> None:
         """Train from the current position until a limit."""
@@ -174,6 +166,7 @@ class TrainLoop:
         if position.batches_done == 0:
             state.events.emit("on_train_epoch_start")
             self.reload_loaders()  # data sets and samplers may have been changed
+        self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
         between = state.batches_between_validations
         self.validate_every = None if math.isinf(between) else between
         counts_all = self.settings.check_val_every_n_epoch is None
@@ -350,11 +343,11 @@ class TrainLoop:
     def count_step(self, stepped: bool) -> None:
         """Count an optimizer step."""
         self.position.global_step += 1
-        self.position.skipped_steps += not stepped
+        self.position.skipped_steps += not (stepped or self.step.dropped)
 
     def _step_schedulers(self) -> None:
         """Step the schedulers that are due, unless the optimizer step was skipped."""
-        if not self.step.stepped or self.step.dropped:
+        if not self.step.stepped:
             return
         for config in self.step_schedulers:
             if self.position.global_step % config.frequency == 0:

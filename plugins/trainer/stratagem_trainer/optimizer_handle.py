@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,15 +33,15 @@ class OptimizerHandle:
         """
         state, run = self._state, self._state.run
         before_step = functools.partial(state.events.emit, "on_before_optimizer_step", optimizer=self.optimizer)
-        evaluates_once = closure is not None and not needs_closure(self.optimizer)
-        if not evaluates_once:
+        averaged = None if closure is None else averaging(closure, run.collectives, before=before_step)
+        skipped = state.position.skipped_steps
+        if closure is None:
             before_step()
-        before_average = before_step if evaluates_once else None
-        averaged = None if closure is None else averaging(closure, run.collectives, before=before_average)
-        stepped = run.step.step_optimizers([self.optimizer], averaged, **options)
+        dropped = state.position.skipped_steps != skipped
+        stepped = run.step.step_optimizers([] if dropped else [self.optimizer], averaged, **options)
         state.position.global_step += 1
         state.position.skipped_steps += not stepped
-        return stepped
+        return stepped and not dropped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)

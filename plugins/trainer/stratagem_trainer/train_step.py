@@ -104,21 +104,22 @@ class TrainStep:
         """Clip the gradients, and make one step with all optimizers.
 
         Args:
-            closure: computes the gradients, for an optimizer that evaluates the model itself.
+            closure: computes the gradients and calls `prepare`, for an optimizer that evaluates the model itself.
             options: of the optimizer's own `step`.
         """
+        if closure is None:
+            self.prepare()
+        optimizers = [] if self.dropped else self.optimizers  # plugins learn of the step, which changes nothing
+        self.stepped = self.run.step.step_optimizers(optimizers, closure, **options) and not self.dropped
+
+    def prepare(self) -> None:
+        """Tell callbacks that the gradients are complete, which may drop them; clip them."""
         skipped = self.position.skipped_steps
         if self.before_step is not None:
             for optimizer in self.optimizers:
                 self.before_step(optimizer=optimizer)
         self.dropped = self.position.skipped_steps != skipped
-        if self._clip is not None and closure is None:
-            self._clip(self.optimizers)
-        self.stepped = self.run.step.step_optimizers(self.optimizers, closure, **options)
-
-    def clip(self) -> None:
-        """Clip the gradients that the closure of an optimizer has computed."""
-        if self._clip is not None:
+        if self._clip is not None and not self.dropped:
             self._clip(self.optimizers)
 
     def _count(self, count: Any) -> None:

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.api import STEPPED_COPIES
+from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError
+from stratagem.runtime import state_io
 from stratagem.stack import identity
 from stratagem_trainer.api import mean_loss
 from stratagem_trainer.metrics import StageMetrics
@@ -39,6 +42,7 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
     optimizer_state = copy.deepcopy(optimizer.state_dict())
     plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in identity.keyed(run.stack, "state_dict")
                if not key.startswith("callback.")]  # fmt: skip
+    ranks = [{"plugins": state_io.rank_states(run)}] * run.world_size  # each rank reads its part
     random, stage_metrics = train_batches.random_state(), state.stage_metrics
     modes = [(part, part.training) for part in module.modules()]
     state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.readers)
@@ -52,6 +56,7 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
         optimizer.load_state_dict(optimizer_state)
         for plugin, plugin_state in plugins:
             plugin.load_state_dict(plugin_state)
+        state_io.load_rank_states(run, ranks)
         train_batches.restore_random_state(random)
         state.stage_metrics = stage_metrics
         for part, training in modes:
@@ -61,14 +66,16 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
 
 def _check(state: FitState, who: str) -> None:
     """Refuse what a trial cannot train."""
-    if state.run.manual or len(state.run.optimizers) != 1:
+    optimizers = state.run.optimizers
+    evaluates = [type(each).__name__ for each in optimizers if needs_closure(each)]
+    if state.run.manual or len(optimizers) != 1 or evaluates:
         raise ConfigError(
-            f"{who} found {type(state.module).__name__} with {len(state.run.optimizers)} optimizers"
+            f"{who} found {type(state.module).__name__} with {', '.join(evaluates) or f'{len(optimizers)} optimizers'}"
             + (" and automatic_optimization = False" if state.run.manual else ""),
             expected="one optimizer, stepped by the trainer",
         )
-    (optimizer,) = state.run.optimizers
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    (optimizer,) = optimizers
+    if not isinstance(optimizer, torch.optim.Optimizer) or state.run.provides(STEPPED_COPIES):
         raise ConfigError(
             f"{who} cannot restore what {type(optimizer).__name__} steps: "
             f"{state.run.title_of(state.run.strategy)} keeps copies of the weights",
