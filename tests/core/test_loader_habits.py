@@ -198,7 +198,7 @@ def test_a_step_passes_options_to_the_optimizer(module):
 
 @pytest.mark.parametrize("module", [ByHand, Stepping])
 def test_options_that_a_precision_would_drop_are_refused(module):
-    with pytest.raises(ConfigError, match="optimizer.step got scale, and .*16-mixed.* steps the optimizer"):
+    with pytest.raises(ConfigError, match="optimizer.step got scale, and .*16-mixed.* steps it"):
         fit(module(), loaders=[[torch.ones(1, 2)]], max_epochs=1, precision="16-mixed")
 
 

@@ -64,6 +64,8 @@ def in_windows(plain: Any) -> Any:
     return of_two
 
 
+#: A count beside a loss means nothing there; of methods that are not called there `hints` warns.
+NOT_BY_HAND = frozenset({"sums with counts", "configure_gradient_clipping", "optimizer_step"})
 #: What refuses windows whatever the loss is.
 STEPS_EACH_BATCH = frozenset({"LBFGS", "optimizer_in_backward", "manual optimization"})
 
@@ -508,7 +510,7 @@ FEATURES = [
         acted=lambda program: program.module.calls["validation_step"] > 0,
     ),
     Feature(
-        name="manual optimization", module=ByHand, plain=by_hand, not_with=frozenset({"sums with counts"}),
+        name="manual optimization", module=ByHand, plain=by_hand, not_with=NOT_BY_HAND,
         acted=lambda program: program.trainer.run.manual,
     ),
     Feature(name="None for a batch", module=LeavesOut, plain=leave_out),

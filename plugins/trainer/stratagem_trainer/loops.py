@@ -72,10 +72,7 @@ class TrainLoop:
         own = [f"{name}.{method}" for method in STEP_METHODS if overrides(module, method)]
         for option, unset in {"gradient_clip_val": (None, 0), "loss_normalization": ("batches",)}.items():
             if self.run.manual and (value := getattr(settings, option)) not in unset:
-                raise ConfigError(
-                    f"{option} is {value!r} with {name}.automatic_optimization = False", expected="it unset",
-                    do="do it in training_step, where you step the optimizers",
-                )  # fmt: skip
+                raise self._by_hand(f"{option} is {value!r}")
         if not self.run.manual and len(optimizers) > 1 and (evaluates or own):
             raise ConfigError(
                 f"{name}.configure_optimizers returned {len(optimizers)} optimizers with " + (evaluates or own)[0],
@@ -92,10 +89,15 @@ class TrainLoop:
 
     def _check_accumulation(self, batches: int | dict[int, int]) -> None:
         """Refuse to accumulate where `training_step` steps, or for an optimizer that evaluates one batch many times."""
-        if self.run.manual or self.step.closes_over:
+        if self.run.manual:
+            raise self._by_hand(f"accumulate_grad_batches is {batches}")
+        if self.step.closes_over:
             by = f"{type(self.run.optimizers[0]).__name__}, which evaluates the model itself"
-            by = f"{type(self.state.module).__name__}.automatic_optimization = False" if self.run.manual else by
             raise ConfigError(f"accumulate_grad_batches is {batches} with {by}", expected="1")
+
+    def _by_hand(self, found: str) -> ConfigError:
+        found += f" with {type(self.state.module).__name__}.automatic_optimization = False"
+        return ConfigError(found, expected="it unset", do="do it in training_step, where you step the optimizers")
 
     def fit(self) -> None:
         """Train from the current position until a limit."""
