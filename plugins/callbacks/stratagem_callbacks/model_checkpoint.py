@@ -99,6 +99,7 @@ class ModelCheckpoint(Callback):
     #: When a checkpoint is due next, on the clock of this process.
     _next_save: float = field(init=False, default=math.inf)
     _last_step: int = field(init=False, default=-1)
+    _validated_step: int = field(init=False, default=-1)
     best_model_score = shown("_best_model_score", "Its value of `monitor`: a float32 tensor.")
     best_k_models = shown("_best_k_models", "Value of `monitor` by path, of the kept checkpoints.")
     current_score = shown("_current_score", "Value of `monitor` when a checkpoint was last due.")
@@ -249,15 +250,18 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_validation_end(self, trainer: TrainerView) -> None:
+        self._validated_step = trainer.global_step
         if trainer.fitting and not acts_after_epoch(trainer, self.save_on_train_epoch_end):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
-        cut_short = not trainer.position.epoch_ended  # `monitor` may be logged later in the epoch
-        if acts_after_epoch(trainer, self.save_on_train_epoch_end) and not (
-            cut_short and self.monitor not in (None, "epoch", "step", *trainer.callback_metrics)
-        ):
+        if not acts_after_epoch(trainer, self.save_on_train_epoch_end):
+            return
+        # In an epoch that was cut short `monitor` may be logged later, or have been measured before.
+        measured = not any(trainer.num_val_batches) or self._validated_step == trainer.global_step
+        known = self.monitor in (None, "epoch", "step") or (measured and self.monitor in trainer.callback_metrics)
+        if known or trainer.position.epoch_ended:
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)

@@ -143,7 +143,7 @@ class SummedLosses:
             )
         share = self._average(self._total) if self._share is None else self._share
         self._total, self._share = 0.0, None
-        factor = torch.where(share == 0, 1.0, divisor / share)  # without targets there are no gradients
+        factor = torch.where(share == 0, 0.0, divisor / share)
         for optimizer in optimizers:
             _scale_gradients(optimizer, factor)
         if not self.position.loss_divisor and (known := self.run.peers.values(share, 1.0)):
