@@ -256,12 +256,10 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
-        if not acts_after_epoch(trainer, self.save_on_train_epoch_end):
-            return
         # In an epoch that was cut short `monitor` may be logged later, or have been measured before.
         measured = not any(trainer.num_val_batches) or self._validated_step == trainer.global_step
-        known = self.monitor in (None, "epoch", "step") or (measured and self.monitor in trainer.callback_metrics)
-        if known or trainer.position.epoch_ended:
+        known = self.monitor in (None, "epoch", "step", *(trainer.callback_metrics if measured else ()))
+        if acts_after_epoch(trainer, self.save_on_train_epoch_end) and (known or trainer.position.epoch_ended):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)

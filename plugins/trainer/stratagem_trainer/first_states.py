@@ -26,13 +26,16 @@ def begin_again(stack: Stack, module: Any) -> None:
             _FITTED[id(plugin)] = ref(module), _copied_state(plugin)
             finalize(plugin, _FITTED.pop, id(plugin), None)
         last, first = _FITTED[id(plugin)]
-        if last() is not module and first is not None:
+        if last() is not module and isinstance(first, frozenset):
+            for name in vars(plugin).keys() - first:
+                delattr(plugin, name)
+        elif last() is not module:
             plugin.load_state_dict(copy.deepcopy(first))
         _FITTED[id(plugin)] = ref(module), first
 
 
 def _copied_state(plugin: Any) -> Any:
-    """Return a copy of the state; None if the plugin has none before a fit begins, where it makes a new one."""
+    """Return a copy of the state; the names of attributes if the plugin has none before a fit makes others."""
     with contextlib.suppress(Exception):  # a user's method may read what `on_fit_start` makes
         return copy.deepcopy(plugin.state_dict())
-    return None
+    return frozenset(getattr(plugin, "__dict__", ()))

@@ -153,11 +153,8 @@ class SummedLosses:
                 )
             self.position.loss_divisor = 2.0 ** round(math.log2(known))  # a power of two changes no digit
 
-    def _average(self, total: Any) -> torch.Tensor:
-        average: torch.Tensor = self.run.peers.unchecked.average_async(
-            torch.as_tensor(total, device=self.run.device)
-        ).wait()
-        return average
+    def _average(self, total: Any) -> Any:
+        return self.run.peers.unchecked.average_async(torch.as_tensor(total, device=self.run.device)).wait()
 
     def refuse_uncounted(self) -> None:
         """Refuse a loss without a count after some with one."""

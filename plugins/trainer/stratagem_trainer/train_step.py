@@ -141,7 +141,7 @@ class TrainStep:
             self.run.gradient_scale = self.sums.scale(outputs["count"], self.divisor, self.run.gradient_scale)
 
 
-def clipping(state: FitState) -> Callable[[list[Optimizer]], None] | None:
+def clipping(state: FitState) -> Callable[[list[Optimizer]], Any] | None:
     """Return what clips the gradients of a step: the module's own method, the settings, or None."""
     run, module, settings = state.run, state.module, state.settings
     value, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
@@ -158,12 +158,9 @@ def clipping(state: FitState) -> Callable[[list[Optimizer]], None] | None:
         return configured
     if value is None:
         return None
-    return functools.partial(_clip_by_norm if algorithm == "norm" else _clip_by_value, run, value)
-
-
-def _clip_by_value(run: Context, limit: float, optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        run.clip_gradients(optimizer, max_value=limit)
+    if algorithm == "norm":
+        return functools.partial(_clip_by_norm, run, value)
+    return lambda optimizers: [run.clip_gradients(optimizer, max_value=value) for optimizer in optimizers]
 
 
 def _clip_by_norm(run: Context, limit: float, optimizers: list[Optimizer]) -> None:
