@@ -142,3 +142,10 @@ def test_a_run_resumed_from_the_end_of_an_epoch_equals_one_that_was_not_stopped(
         resumed = told(fit(callbacks(file.stem), ckpt_path=file, **arguments))
         assert resumed[1:] == whole[1:], file
         assert all(torch.equal(value, whole[0][name]) for name, value in resumed[0].items()), file
+
+
+def test_an_epoch_that_is_cut_short_is_not_saved_by_an_earlier_validation(tmp_path):
+    keep = ModelCheckpoint(dirpath=tmp_path, monitor="val", save_top_k=-1, filename="{step}")
+    fit([keep], max_steps=10)  # two epochs of four steps, and a half
+
+    assert saved(tmp_path) == [(4, 1), (8, 2)]

@@ -252,3 +252,30 @@ def test_folds_in_launched_processes():
 
     assert average.num_averaged == 6
     torch.testing.assert_close(weights[1], right.state_dict(), rtol=0, atol=0)
+
+
+class BeginsOnce(sg.callbacks.Callback):
+    """Has no state before its first fit, and keeps what it finds in a later one."""
+
+    def on_fit_start(self):
+        if not hasattr(self, "count"):
+            self.count = 0
+
+    def on_train_batch_end(self):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_what_a_first_fit_made_is_removed():
+    callback, counts = BeginsOnce(), []
+    for model in (Model(1), Model(2)):
+        for _ in range(2):
+            fit(callback, model)
+            counts.append(callback.count)
+
+    assert counts == [counts[0], 2 * counts[0]] * 2
