@@ -89,11 +89,9 @@ def test_a_file_of_lightnings_command_line_becomes_a_run_file():
 def test_the_trainer_of_a_rewritten_file_can_be_built():
     trainer = sg.Trainer(**yaml.safe_load(rewritten(CLI))["trainer"])
 
-    assert [type(each).__name__ for each in trainer.callbacks][:3] == [
-        "ModelCheckpoint",
-        "EarlyStopping",
-        "EarlyStopping",
-    ]
+    names = [type(each).__name__ for each in trainer.callbacks]
+    assert names[0] == "ModelCheckpoint"
+    assert names[-2:] == ["EarlyStopping", "EarlyStopping"]  # after what others log at the end of an epoch
 
 
 @pytest.mark.parametrize(

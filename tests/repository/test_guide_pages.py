@@ -411,8 +411,8 @@ def test_instances_are_passed_beside_instantiate(names):
     with pytest.raises(Exception, match=r"callbacks(\[\d\])? is"):
         hydra_utils.instantiate(OmegaConf.create(plain | {"_convert_": "none"}))
 
-    assert hydra_utils.instantiate(config, _partial_=True)(callbacks=callbacks).callbacks[0] is callbacks[0]
-    named, built, *_ = hydra_utils.instantiate(config).callbacks
+    assert hydra_utils.instantiate(config, _partial_=True)(callbacks=callbacks).callbacks[-1] is callbacks[0]
+    *_, named, built = sorted(hydra_utils.instantiate(config).callbacks, key=lambda each: hasattr(each, "monitor"))
     assert (named.monitor, built.monitor) == ("val_loss", "val_loss")
 
 

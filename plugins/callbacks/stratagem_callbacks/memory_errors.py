@@ -20,7 +20,7 @@ _WORDS = ("out of memory", "not enough memory", "cannot allocate memory")
 #: Of a device's memory, how much of it others hold that an error says so first: libraries such as NCCL hold some, too.
 OTHERS = 0.1
 #: Methods of `stratagem.runtime.step.Step`, and what they do.
-_PARTS = {"differentiate": BACKWARD, "optimizer_step": OPTIMIZER_STEP}
+_PARTS = {"differentiate": BACKWARD, "step_optimizers": OPTIMIZER_STEP}
 _METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Numbers of bytes in torch's messages, as of the moment at which memory ran out.
 _TOLD = {
