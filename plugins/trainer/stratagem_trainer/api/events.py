@@ -102,7 +102,10 @@ def on_after_backward(trainer: TrainerView, module: nn.Module, run: RunContext) 
 
 @hookspec
 def on_before_optimizer_step(trainer: TrainerView, module: nn.Module, optimizer: Optimizer, run: RunContext) -> None:
-    """Before an optimizer step; gradients are averaged and accumulated, not yet unscaled or clipped."""
+    """Before an optimizer step; gradients are averaged and accumulated, not yet unscaled or clipped.
+
+    In each evaluation of the model, if the optimizer evaluates it itself.
+    """
 
 
 @hookspec
