@@ -44,7 +44,8 @@ class FeedbackHook(LossyHook):
         feedback = self.feedback(run)
         if run.policy.loss_scaling:
             feedback.follow(scaled.detach().double() / loss.detach().double())
-        if run.gradient_scale != feedback.gradient_scale:
+        # The scale is known in the last backward of a window; rounding twice would make a resumed run another one.
+        if run.sync_gradients and run.gradient_scale != feedback.gradient_scale:
             feedback.rescale(run.gradient_scale)
         return scaled
 
