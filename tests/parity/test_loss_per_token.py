@@ -102,7 +102,7 @@ STRATEGIES = {
     "ddp_sharded": "ddp_sharded",
     "fsdp": "fsdp",
     "tensor": {"name": "parallel", "tensor": 2},
-    "context": {"name": "parallel", "context": 2, "context_checks": False},  # words are scored one by one
+    "context": {"name": "parallel", "context": 2, "check_parts": False},  # words are scored one by one
     "pipeline": {"name": "parallel", "pipeline": 2, "microbatches": 4},
     "shard": {"name": "parallel", "shard": 2},
     "deepspeed_stage_1": "deepspeed_stage_1",

@@ -786,7 +786,7 @@ def _along(rank, world_size):
         return trainer
 
     refused = {name: outcome(lambda f=f: fit(Along(f))) for name, f in ALONG_POSITIONS.items()}
-    fit(Along(_scan), context_checks=False)
+    fit(Along(_scan), check_parts=False)
     plain, noisy = Along(lambda x: x, dropout=0.5), Along(_noise)
     trainer = fit(plain)
     fit(noisy)
@@ -801,4 +801,4 @@ def test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused(capfd):
         assert counts == (2, 2.0, [0, 1])  # the calls that compare are undone
         assert "loss" in logged
         assert calls == 2
-    assert capfd.readouterr().out.count("training_step draws random numbers; it was not compared") == 1
+    assert capfd.readouterr().out.count("training_step was not compared: it draws random numbers") == 1

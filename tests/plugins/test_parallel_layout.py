@@ -143,7 +143,7 @@ def test_all_ranks_refuse_a_run_with_the_same_words(options):
         ({"context_dim": 2}, ["context_dim is 2", "context is 1"]),
         ({"context_method": "ulysses", "tensor": 2}, ["context_method is 'ulysses'", "context is 1"]),
         ({"context_tensors": ["x"]}, ["context_tensors", "context above 1"]),
-        ({"context_checks": False}, ["context_checks is False"]),
+        ({"check_parts": False}, ["check_parts is False"]),
         ({"plan": {"up": "colwise"}}, ["plan", "tensor is 1 and expert is 1"]),
         ({"plan": "auto", "shard": 2}, ["plan is 'auto'", "tensor is 1"]),
         ({"tensor_across_nodes": True}, ["tensor_across_nodes is True", "set tensor, or drop"]),

@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import pickle
 from collections import OrderedDict, UserDict
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from stratagem_microbatches import batch_size, merge, split
 from stratagem_parallel import ParallelStrategy, context_mean
 from stratagem_parallel.pipeline.balance import cut_evenly, sizes_of_stages
 from stratagem_parallel.pipeline.boundaries import assembled, form_of, tensors_in
+from stratagem_parallel.pipeline.neighbours import Neighbours
 from stratagem_parallel.pipeline.pipeline import equal_sizes
 from stratagem_parallel.pipeline.runner import unchanged
 from stratagem_parallel.pipeline.schedules import SCHEDULES, actions, check_counts, schedule_named
@@ -639,14 +642,38 @@ if FUSED:
     WHOLE["fused, no default"] = lambda x, y, m: F.linear_cross_entropy(x, torch.eye(4), y, ignore_index=1)
 #: Means of means: nothing says what is counted.
 OF_MEANS = {
-    "a quotient": lambda x, y, m: (x.square().sum(1) * m).sum() / m.sum(),
-    "a quotient of a number": lambda x, y, m: torch.div(x[m].sum(), len(x[m])),
-    "the items in a batch": lambda x, y, m: F.cross_entropy(x, y, reduction="sum") / (y != -100).sum(),
     "a mean of some": lambda x, y, m: x[m].square().mean(),
     "a mean over some": lambda x, y, m: x[m].square().mean(0).sum(),
     "squares of some": lambda x, y, m: F.mse_loss(input=x[m], target=0 * x[m]),
-    "divided by what varies": lambda x, y, m: x.square().sum() / x.detach().std(),
 }
+#: What two micro-batches give differs from what both as one give.
+OF_PARTS = {
+    "a quotient": lambda x, y, m: (x.square().sum(1) * m).sum() / m.sum(),
+    "a quotient of a number": lambda x, y, m: torch.div(x[m].sum(), len(x[m])),
+    "the items in a batch": lambda x, y, m: F.cross_entropy(x, y, reduction="sum") / (y != -100).sum(),
+    "divided by what varies": lambda x, y, m: x.square().sum() / x.detach().std(),
+    "a reciprocal": lambda x, y, m: (x.square().sum(1) * m).sum() * m.sum().reciprocal(),
+    "a number's reciprocal": lambda x, y, m: (x.square().sum(1) * m).sum() * (1 / int(m.sum())),
+    "a power": lambda x, y, m: (x.square().sum(1) * m).sum() * m.sum().float() ** -1,
+    "weights that sum to one": lambda x, y, m: torch.dot(x.square().sum(1), m / m.sum()),
+    "a normalized mask": lambda x, y, m: (x.square().sum(1) * F.normalize(m.float(), p=1, dim=0)).sum(),
+    "a mean of numbers": lambda x, y, m: x.square().sum(1).where(m, torch.nan).nanmean(),
+    "one operation": lambda x, y, m: torch.addcdiv(x.new_zeros(()), (x.square().sum(1) * m).sum(), m.sum().float()),
+    "a median": lambda x, y, m: x.square().sum(1).median(),
+    "a sum": lambda x, y, m: x.square().sum(),
+    "a root": lambda x, y, m: x.square().mean().sqrt(),
+    "among samples": lambda x, y, m: F.cross_entropy(x @ x.T.detach(), torch.arange(len(x))),
+}
+
+
+def _compare(batch, outputs, first, step, user=None):
+    """Compare two of four micro-batches with both as one, as the rank of the last stage does after some steps."""
+    cpu = torch.device("cpu")
+    neighbours = Neighbours(batch, 6, 4, first, compute=None)
+    for index, output in enumerate(outputs.split(6)):
+        neighbours.keep(index, None, output)
+    user, run = user or nn.Module(), SimpleNamespace(device=cpu, devices=(cpu,))
+    neighbours.compare(step, TargetCounts(Collectives()), user, run, set())
 
 
 def _weighed(loss, *, plainly=False):
@@ -668,7 +695,9 @@ def _weighed(loss, *, plainly=False):
         for index, part in enumerate(parts):
             with counts.weighing(index):
                 losses.append(loss(*part))
-        counts.check(logs=True)
+        counts.check()
+        for first in range(3):
+            _compare((y, keeps), x, first, lambda batch, x: loss(x, *batch))
         total = sum(losses) / 4
     total.backward()
     return total.detach(), x.grad
@@ -687,13 +716,65 @@ def test_a_mean_of_the_means_of_micro_batches_is_refused(name):
         _weighed(OF_MEANS[name])
 
 
-def test_other_means_of_means_are_named_or_refused():
-    def measured(x, y, m):
-        accuracy = (x.argmax(1) == y)[m].sum() / m.sum()
-        return x.square().mean() + 0 * accuracy
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_a_loss_that_two_micro_batches_do_not_give_is_refused(name):
+    with pytest.raises(ConfigError, match="at once and .* as the mean over two micro-batches"):
+        _weighed(OF_PARTS[name])
 
-    with pytest.warns(UserWarning, match="what it logs is averaged over the micro-batches"):
-        _weighed(measured)
+
+@pytest.mark.parametrize("ignored", [0, 5])
+def test_a_loss_that_the_last_stage_computes_is_compared(ignored):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(24, 4, generator=generator), torch.randint(4, (24,), generator=generator)
+    y[:ignored] = -100
+    neighbours = Neighbours(x, 6, 4, 0, compute=lambda value: F.cross_entropy(*value))
+    for index, value in enumerate(zip(x.split(6), y.split(6), strict=True)):
+        neighbours.keep(index, value, F.cross_entropy(*value))
+    cpu = torch.device("cpu")
+    run = SimpleNamespace(device=cpu, devices=(cpu,))
+    with pytest.raises(ConfigError, match="compute the loss in training_step") if ignored else nullcontext():
+        neighbours.compare(lambda _, loss: loss, TargetCounts(Collectives()), nn.Module(), run, set())
+
+
+class LogsPerplexity(nn.Module):
+    """Logs the perplexity of a batch; keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def log(self, name, value): ...
+
+    def step(self, batch, output):
+        self.calls += 1
+        self.seen.append(batch)
+        loss = F.cross_entropy(F.dropout(output), batch[0], reduction="none").mean()
+        self.log("loss", loss)
+        self.log("perplexity", loss.exp())
+        return {"loss": loss}
+
+
+def test_micro_batches_are_compared_without_a_trace():
+    generator, module = torch.Generator().manual_seed(1), LogsPerplexity()
+    x, y = torch.randn(24, 4, generator=generator), torch.randint(4, (24,), generator=generator)
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match=r"training_step logs differs .*: perplexity \([0-9.]+ for [0-9.]+\) for some"):
+        _compare((y,), x, 0, module.step, module)
+    assert (module.calls, module.seen) == (0, [])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_cannot_be_compared_is_told(capsys):
+    x = torch.randn(24, 4)
+    _compare((x,), x, 0, lambda batch, output: (output + torch.rand(())).mean())
+    _compare((x,), x, 0, lambda batch, output: output.view(6, 4).mean() * output.sum())
+    _compare((x,), x, 0, lambda batch, output: {"loss": output.sum(), "count": len(output)})
+    random, failed = capsys.readouterr().out.splitlines()
+    assert random.endswith("training_step was not compared: it draws random numbers")
+    assert "training_step was not compared: it failed with \"shape '[6, 4]' is invalid" in failed
+
+
+def test_other_means_of_means_are_refused():
     with pytest.raises(ConfigError, match="targets that are not ignored, and 6 with zeros"):  # pseudo-labels
         _weighed(lambda x, y, m: F.cross_entropy(x, x.argmax(1).where(x[:, 0] < 0.2, -100)))
     with pytest.raises(ConfigError, match="failed with zeros .* let training_step take any output"):

@@ -35,7 +35,7 @@ METHODS = ("auto", "ulysses", "all_gather")
 #: Options, and the axes of which one must have more than one rank for the option to have an effect.
 _NEEDED = {
     "plan": ("tensor", "expert"), "tensor_across_nodes": ("tensor",), "context_dim": ("context",),
-    "context_tensors": ("context",), "context_method": ("context",), "context_checks": ("context",),
+    "context_tensors": ("context",), "context_method": ("context",), "check_parts": ("context", "pipeline"),
     "auto_wrap_policy": ("shard",), "reshard_after_forward": ("shard",),
 }  # fmt: skip
 
@@ -108,8 +108,9 @@ class ParallelOptions(ProcessGroupStrategy):
     #: How attention over the parts is computed: each rank with some of the heads ("ulysses"), or with all keys and
     #: values ("all_gather"); "auto" is "ulysses" where the heads divide.
     context_method: str = field(default="auto", validator=_is_method, metadata={"example": "ulysses"})
-    #: Whether steps 1, 2, 4, 8 ... of each stage are checked for operations that need whole sequences.
-    context_checks: bool = True
+    #: Whether what parts of sequences (`context`) and micro-batches (`pipeline`) give is compared in steps 1, 2, 4, 8
+    #: and so on with what the whole gives, and operations that need whole sequences are refused.
+    check_parts: bool = True
     #: With `shard`, what becomes a unit that is gathered as one: as `auto_wrap_policy` of `fsdp`.
     auto_wrap_policy: Any = None
     #: With `shard`, whether units are sharded again between forward and backward: less memory, more messages. A

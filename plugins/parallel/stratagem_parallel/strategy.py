@@ -95,7 +95,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
             self._expert = ExpertAxis(self._groups.over("expert"), self._device_mesh["expert"])
         if self._mesh.size("context") > 1:
             over, method = self._groups.over("context"), self.context_method
-            self._context = ContextAxis(over, self.context_dim, self.context_tensors, method, self.context_checks)
+            self._context = ContextAxis(over, self.context_dim, self.context_tensors, method, self.check_parts)
 
         sharing = self._groups.over("pipeline", "context", "tensor")
         self._same_batches = SameBatches(sharing) if sharing.world_size > 1 else None

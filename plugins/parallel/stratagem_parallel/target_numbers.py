@@ -3,13 +3,15 @@
 [Note: divisors]
 The loss of a step is the mean over parts: ranks of `context`, micro-batches of `pipeline`. That is the mean over all
 targets only if each part has as many; so the sum over a part is divided by the mean number of targets of one. Losses
-of torch that count targets are known here for both axes. Other divisors can only be compared: see `divisor_of`.
+of torch that count targets are known here for both axes. Others can only be compared: see [Note: the comparison] in
+`parts`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,16 +80,28 @@ def divisor_of(function: Any, args: Sequence[Any], options: dict[str, Any], resu
 
     A mean over a number that differs between parts of a batch is not the mean of the means of parts.
     """
-    name = getattr(function, "__name__", "")
-    if name in _QUOTIENTS:
+    if getattr(function, "__name__", "") in _QUOTIENTS:
         total, divisor = (*args, *options.values())[:2]
         of_numbers = isinstance(total, Tensor) and total.dim() == 0 and result.dim() == 0
         is_constant = not isinstance(divisor, Tensor) or not divisor.requires_grad
         return divisor if of_numbers and is_constant else None
+    return elements_of_mean(function, args, options, result)
+
+
+def elements_of_mean(function: Any, args: Sequence[Any], options: dict[str, Any], result: Any) -> float | None:
+    """Return over how many numbers each of `result` is a mean, if `function` computes means; else None."""
+    name = getattr(function, "__name__", "")
     if not (name in _MEANS or name.endswith("_loss")) or options.get("reduction", "mean") not in ("mean", "batchmean"):
         return None
     given = next(each for each in (*args, *options.values()) if isinstance(each, Tensor))
     return given.numel() / result.numel() if isinstance(result, Tensor) and result.numel() else None
+
+
+def options_of(function: Any, options: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the options of a call for the `__torch_function__` that calls this: torch leaves out a weight."""
+    if function is F.l1_loss and (weight := sys._getframe(3).f_locals.get("weight")) is not None:
+        return (options or {}) | {"weight": weight}
+    return options or {}
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from stratagem_parallel.pipeline.balance import sizes_of_stages
 from stratagem_parallel.pipeline.boundaries import Form, zeros_of
 from stratagem_parallel.pipeline.interception import Interception
 from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, send_both
+from stratagem_parallel.pipeline.neighbours import Neighbours
 from stratagem_parallel.pipeline.outline import Outline
 from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
 from stratagem_parallel.pipeline.runner import StageRunner, signature
@@ -56,6 +57,8 @@ class Pipeline:
         self.rank, self.ranks = groups.mesh.position("pipeline"), groups.mesh.size("pipeline")
         self.schedule = schedule_named(options.schedule)
         self._results, self.targets = StepResults(), TargetCounts(self.among)
+        #: What was warned of: logged values that micro-batches do not give.
+        self.named: set[str] = set()
         self._shared: list[tuple[Any, list[nn.Parameter]]] = []
         self._interception: Interception | None = None
         self.runner: StageRunner
@@ -219,6 +222,7 @@ class Pipeline:
         self._batches += 1
         if is_due(self._batches):
             self._check_hooks()
+            step.compare(batch, self._batches.bit_length())
         self._check_same_shapes(key)
         forms = runner.learn_forms(key, lambda: step.capture(0))
         if self.has_loss:
@@ -292,10 +296,11 @@ class _TrainingStep:
         self.logs: list[MicrobatchLog] = []
         self.losses: list[torch.Tensor] = []
         self.extras: list[dict[str, Any]] = []
+        self._neighbours: Neighbours | None = None
 
-    def _training_step(self, microbatch: int) -> Any:
+    def _training_step(self, part: Any) -> Any:
         try:
-            return self.pipeline.run.training_step(self.parts[microbatch], self.batch_idx)
+            return self.pipeline.run.training_step(part, self.batch_idx)
         except RuntimeError as error:
             if "device meta" not in str(error) and "meta tensor" not in str(error):
                 raise
@@ -315,7 +320,7 @@ class _TrainingStep:
     def capture(self, microbatch: int) -> Any:
         """Return the input of the first stage."""
         with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
-            called = self.interception.captured(lambda: self._training_step(microbatch))
+            called = self.interception.captured(lambda: self._training_step(self.parts[microbatch]))
         return self.pipeline.cut.bind(*called.arguments, **called.options)
 
     def count_targets(self, form: Form) -> None:
@@ -324,17 +329,26 @@ class _TrainingStep:
         def step(microbatch: int) -> None:
             output = zeros_of(form, self.pipeline.runner.device)
             with unchanged([self.pipeline.user]), MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
-                self.interception.answered(lambda: self._training_step(microbatch), output)
+                self.interception.answered(lambda: self._training_step(self.parts[microbatch]), output)
             torch.clear_autocast_cache()  # of weights without gradients
 
         self.pipeline.targets.begin(step, len(self.parts))
 
-    def loss_of(self, microbatch: int, output: Any) -> torch.Tensor:
-        """Return the loss to differentiate for the `output` of the last stage."""
+    def compare(self, batch: Any, number: int) -> None:
+        """Compare micro-batches with both as one at the end of the step: those of comparison `number`, from 1."""
+        pipeline, count = self.pipeline, len(self.parts)
+        if pipeline.options.check_parts and count > 1 and not pipeline.run.environment.simulated:
+            size, stage = batch_size(batch) // count, pipeline.cut.stages[-1]
+            self._neighbours = Neighbours(batch, size, count, number % (count - 1), stage.compute)
+
+    def loss_of(self, microbatch: int, value: Any, output: Any) -> torch.Tensor:
+        """Return the loss to differentiate for what the last stage made of `value`."""
+        if self._neighbours is not None:
+            self._neighbours.keep(microbatch, value, output)
         log = MicrobatchLog()
         targets = self.pipeline.targets.weighing(microbatch)
         with log.of(self.pipeline.user), self._generators(microbatch), targets:
-            result = self.interception.answered(lambda: self._training_step(microbatch), output)
+            result = self.interception.answered(lambda: self._training_step(self.parts[microbatch]), output)
         self.logs.append(log)
         loss = result.get("loss") if isinstance(result, dict) else result
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):
@@ -355,10 +369,21 @@ class _TrainingStep:
         """Return the mean loss, what was logged, and the rest of the outputs, on the rank of the last stage."""
         if not self.losses:
             return None, [], None
-        self.pipeline.targets.check(logs=any(log.entries for log in self.logs))
+        self.pipeline.targets.check()
+        self._compare()
         loss = torch.stack([each.reshape(()) for each in self.losses]).mean()
         entries = combined([log.entries for log in self.logs], [1.0] * len(self.logs))
         return loss, entries, merge(self.extras, [1.0] * len(self.extras)) if self.extras else None
+
+    def _compare(self) -> None:
+        pipeline = self.pipeline
+
+        def step(batch: Any, output: Any) -> Any:
+            return self.interception.answered(lambda: self._training_step(batch), output)
+
+        if self._neighbours is not None and pipeline.targets.numbers is not None:
+            counts = TargetCounts(pipeline.among)
+            self._neighbours.compare(step, counts, pipeline.user, pipeline.run, pipeline.named)
 
 
 def equal_sizes(size: int, count: int) -> list[int]:

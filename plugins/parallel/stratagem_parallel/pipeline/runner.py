@@ -191,7 +191,7 @@ class StageRunner:
         return {s: RecomputedState(*map(user.get_submodule, self.cut.stages[s].modules)) for s in self.here}
 
     def step(
-        self, forms: Sequence[Form], capture: Callable[[int], Any], loss_of: Callable[[int, Any], torch.Tensor],
+        self, forms: Sequence[Form], capture: Callable[[int], Any], loss_of: Callable[[int, Any, Any], torch.Tensor],
         weights: Callable[[int], list[nn.Parameter]],
     ) -> None:  # fmt: skip
         """Run forward and backward of all micro-batches, in the order of the schedule. Collective.
@@ -199,7 +199,7 @@ class StageRunner:
         Args:
             forms: of the stages' outputs.
             capture: returns the input of the first stage for a micro-batch.
-            loss_of: returns the loss to differentiate, for a micro-batch and the output of the last stage.
+            loss_of: returns the loss to differentiate, for a micro-batch, the input and the output of the last stage.
             weights: returns the parameters of a stage, to differentiate apart from its inputs.
         """
         step = _Step(self, forms, capture, loss_of, weights)
@@ -244,7 +244,7 @@ class _Step:
         value = self._input(stage, microbatch)
         output = self._compute(stage, microbatch, value)
         if stage == self.runner.count - 1:
-            self.roots[key] = [self.loss_of(microbatch, output)]
+            self.roots[key] = [self.loss_of(microbatch, value, output)]
             return
         tensors = tensors_in(output, self.forms[stage], stage)
         self.roots[key] = self.values[key] = tensors

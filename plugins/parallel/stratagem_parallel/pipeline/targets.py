@@ -4,15 +4,12 @@
 The sum over a micro-batch is divided by the mean number of targets of one: see [Note: divisors] in `target_numbers`.
 Numbers are known before the first micro-batch: the rank of the last stage, which waits then, calls `training_step` for
 each of them without gradients and with zeros for the output of the layers. What is counted are the calls of losses that
-count targets, under whatever name, and of `context_mean`. Other divisors are not counted but compared at the end of a
-step: by how many numbers a mean is divided in each step, what divides a sum in steps 1, 2, 4, 8 and so on, since that
-waits for a device.
+count targets, under whatever name, and of `context_mean`. Over how many numbers other means are is compared at the end
+of each step, whole losses in some: see `neighbours`.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.same_batches import is_due
-from stratagem_parallel.target_numbers import LOSSES, changed, divisor_of, mean_over_targets
+from stratagem_parallel.target_numbers import LOSSES, changed, elements_of_mean, mean_over_targets, options_of
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
@@ -48,10 +44,9 @@ class TargetCounts:
     numbers: list[list[float]] | None = field(factory=list)
     #: The numbers that were weighed, and what they were when they were counted.
     _weighed: list[tuple[Tensor, float]] = field(factory=list)
-    #: For each micro-batch, what each mean and quotient was divided by, and whether the result has a gradient.
-    _divisors: list[list[tuple[Tensor | float, bool]]] = field(factory=list)
+    #: For each micro-batch, what each mean with a gradient was divided by.
+    _divisors: list[list[Any]] = field(factory=list)
     _steps: int = 0
-    _has_warned: bool = False
 
     def begin(self, step: Callable[[int], Any], microbatches: int) -> None:
         """Begin a step, whose targets are counted by calls of `step` for each of `microbatches`, if need be."""
@@ -109,17 +104,13 @@ class TargetCounts:
             self._weighed.append((number, numbers[microbatch]))
         return sum(numbers) / len(numbers) if len(set(numbers)) > 1 else None
 
-    def check(self, *, logs: bool) -> None:
-        """Compare numbers with those that were counted, and what means and quotients of micro-batches are divided by.
-
-        Args:
-            logs: whether the step logs something: then quotients without a gradient matter, too.
+    def check(self) -> None:
+        """Compare numbers with those that were counted, and over how many numbers means of micro-batches are.
 
         Raises:
             ConfigError: a number depends on the output of the layers, or a loss is a mean of means.
         """
-        reads = is_due(self._steps) or self.numbers is None
-        if self._weighed and reads:
+        if self._weighed and (is_due(self._steps) or self.numbers is None):
             numbers, counted = zip(*self._weighed, strict=True)
             for found, known in zip(self.among.values(torch.stack(numbers), counted), counted, strict=True):
                 if abs(found - known) > 1e-6 * abs(found):
@@ -128,18 +119,12 @@ class TargetCounts:
                         "output of the layers, with which strategy.parallel.pipeline counts them",
                         expected="a number that depends on the batch alone", do="divide the loss by a constant",
                     )  # fmt: skip
-        for calls in zip(*self._divisors, strict=False):
-            divisors: list[Any] = [each for each, _ in calls]
-            if any(isinstance(each, Tensor) for each in divisors):
-                if not reads:
-                    continue
-                stacked = torch.stack([torch.as_tensor(each).double().cpu() for each in divisors])
-                divisors = self.among.values(stacked, [1.0] * len(stacked))
-            low, high = min(divisors), max(divisors)
+        for divisors in zip(*self._divisors, strict=False):
+            low, high = min(map(float, divisors)), max(map(float, divisors))
             if high - low > 1e-6 * abs(high):
-                self._name(low, high, is_loss=any(has_gradient for _, has_gradient in calls), logs=logs)
+                raise self._of_means(low, high)
 
-    def _name(self, low: float, high: float, *, is_loss: bool, logs: bool) -> None:
+    def _of_means(self, low: float, high: float) -> ConfigError:
         found = f"training_step divides by {low:g} in one micro-batch and by {high:g} in another"
         do = (
             "pass the sum and the count to stratagem_parallel.context_mean(total, count), which counts those of the "
@@ -148,12 +133,10 @@ class TargetCounts:
         if self.numbers is None:
             found += ", and failed with zeros for the output of the layers, with which targets are counted"
             do = "let training_step take any output"
-        mean = "is averaged over the micro-batches of strategy.parallel.pipeline: a mean of means"
-        if is_loss:
-            raise ConfigError(f"{found}, and the loss {mean}", expected="one divisor in all of them", do=do)
-        if logs and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"{found}, and what it logs {mean}; {do}", stacklevel=2)
+        return ConfigError(
+            f"{found}, and the loss is averaged over the micro-batches of strategy.parallel.pipeline: a mean of means",
+            expected="one divisor in all of them", do=do,
+        )  # fmt: skip
 
 
 class _Losses(TorchFunctionMode):
@@ -166,12 +149,10 @@ class _Losses(TorchFunctionMode):
         super().__init__()
         self.counts, self.microbatch = counts, microbatch
         self.numbers: list[Tensor] = []
-        self.divisors: list[tuple[Tensor | float, bool]] = []
+        self.divisors: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.l1_loss and (weight := sys._getframe(2).f_locals.get("weight")) is not None:
-            kwargs = kwargs | {"weight": weight}  # torch leaves it out
+        kwargs = options_of(func, kwargs)
         if func in LOSSES and (found := mean_over_targets(func, args, kwargs)) is not None:
             number, total = found
             mean = self._mean(number)
@@ -179,8 +160,9 @@ class _Losses(TorchFunctionMode):
                 return torch.zeros((), device=number.device)
             return func(*args, **kwargs) if mean is None else total() / mean
         result = func(*args, **kwargs)
-        if not self.counts.is_counting and (divisor := divisor_of(func, args, kwargs, result)) is not None:
-            self.divisors.append((divisor, result.requires_grad))
+        elements = None if self.counts.is_counting else elements_of_mean(func, args, kwargs, result)
+        if elements is not None and result.requires_grad:
+            self.divisors.append(elements)
         return result
 
     def divisor(self, number: Tensor) -> Tensor:
@@ -196,5 +178,5 @@ class _Losses(TorchFunctionMode):
             return None
         mean = self.counts.mean_of_call(self.microbatch, len(self.numbers) - 1, self.numbers[-1])
         if self.counts.numbers is None:
-            self.divisors.append((number, True))
+            self.divisors.append(number)
         return mean

@@ -62,14 +62,14 @@ class PositionChecks(TorchFunctionMode):
                 f"strategy.parallel.context is {self.axis.over.world_size}, and the step did not call "
                 "torch.nn.functional.scaled_dot_product_attention",
                 expected="attention through this function: each rank has a part of each sequence",
-                do="call it; if the model treats each position alone, set strategy.parallel.context_checks to False",
+                do="call it; if the model treats each position alone, set strategy.parallel.check_parts to False",
             )
         if self._sum and not self.axis.knows_sums:
             raise ConfigError(
                 f"{self._sum}, with strategy.parallel.context {self.axis.over.world_size}",
                 expected="a loss whose mean over ranks is that of whole sequences",
                 do="pass the sum to stratagem_parallel.context_mean(total, count) for a mean over the positions that "
-                "count, or to context_sum(total); if this is not a loss, set strategy.parallel.context_checks to False",
+                "count, or to context_sum(total); if this is not a loss, set strategy.parallel.check_parts to False",
             )
 
     def __torch_function__(
@@ -191,7 +191,7 @@ class PositionChecks(TorchFunctionMode):
             f"{_caller()} {found}, with strategy.parallel.context {self.axis.over.world_size}",
             expected="operations that treat each position alone, and scaled_dot_product_attention",
             do=(do or "compute it on whole sequences, such as in the loader")
-            + "; if this is not about positions, set strategy.parallel.context_checks to False",
+            + "; if this is not about positions, set strategy.parallel.check_parts to False",
         )
 
 
