@@ -17,10 +17,14 @@ import pytest
 
 import costs
 import selection
+import starts
 
 #: With --check-slow: how long a test may take that is not marked as taking longer than a second. The first one of a worker
 #: that runs a script waits three seconds for the process that forks scripts.
 SLOW_S = 5.0
+
+#: The markers of `make test`.
+EVERY_PUSH = "not gpu and not sweep"
 
 #: Changed files that affect no test, as far as --changed can tell.
 WITHOUT_TESTS = pytest.StashKey()
@@ -60,10 +64,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests:
+        config.pluginmanager.register(starts.Count())
+    if not hasattr(config, "workerinput"):
+        whole = _asks_for_all(config) and config.option.markexpr == EVERY_PUSH and not config.option.keyword
+        config.pluginmanager.register(starts.Ceilings(fails=whole))
     if path := config.getoption("--costs"):
         if not hasattr(config, "workerinput"):
             config.pluginmanager.register(costs.Collect(Path(path)))
-        if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        if runs_tests:
             config.pluginmanager.register(costs.Measure())
 
 

@@ -7,57 +7,23 @@ the first test that uses them.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from starts import cpu_seconds, started
+
 KEY = "costs"
-TICKS = os.sysconf("SC_CLK_TCK")
 CLASSES = ("in this process, below 0.1 s", "in this process", "conformance kit", "forked ranks", "new programs")
-
-_started = {"forks": 0, "programs": 0}
-
-
-def _count(event: str, _: object) -> None:
-    if event == "os.fork":
-        _started["forks"] += 1
-    elif event == "subprocess.Popen":
-        _started["programs"] += 1
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process, of what it has waited for, and of its living descendants."""
-    own, living = os.times(), _living()
-    below = sum(living[pid][1] for pid in _descendants(os.getpid(), living))
-    return own.user + own.system + own.children_user + own.children_system + below
-
-
-def _living() -> dict[int, tuple[int, float]]:
-    """Return the parent and the CPU seconds of each process of this machine; nothing where there is no /proc."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            found[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15])) / TICKS
-    return found
-
-
-def _descendants(pid: int, living: dict[int, tuple[int, float]]) -> list[int]:
-    children = [child for child, (parent, _) in living.items() if parent == pid]
-    return [*children, *(found for child in children for found in _descendants(child, living))]
 
 
 class Measure:
     """On a worker: measures each test, and sends its costs with the report of its end."""
 
     def __init__(self) -> None:
-        sys.addaudithook(_count)
         self._before: dict[str, float] = {}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -75,7 +41,7 @@ class Measure:
         return report
 
     def _now(self) -> dict[str, float]:
-        return {"cpu": cpu_seconds(), "wall": time.perf_counter(), **_started}
+        return {"cpu": cpu_seconds(), "wall": time.perf_counter(), **started}
 
 
 class Collect:
@@ -103,9 +69,9 @@ class Collect:
 def _class_of(costs: dict[str, float]) -> str:
     if costs["kit"]:
         return CLASSES[2]
-    if costs["programs"]:
+    if costs["interpreters"]:
         return CLASSES[4]
-    return CLASSES[3] if costs["forks"] else CLASSES[costs["cpu"] >= 0.1]
+    return CLASSES[3] if costs["ranks"] else CLASSES[costs["cpu"] >= 0.1]
 
 
 def _table(rows, key) -> list[str]:

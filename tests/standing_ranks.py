@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
+import starts
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.default_group import leave_group
 from stratagem_testing import run_in_processes
@@ -69,7 +70,8 @@ class StandingRanks:
     def _start(self) -> None:
         pairs = [Pipe() for _ in range(2)]
         self._connections = [mine for mine, _ in pairs]
-        self._parent = os.fork()  # of the ranks: their store lives in it
+        with starts.uncounted():
+            self._parent = os.fork()  # of the ranks: their store lives in it
         if self._parent == 0:
             os.setsid()
             for connection in self._connections:

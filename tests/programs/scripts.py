@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import starts
 from programs.script_children import NUMBER, send_request
 from programs.script_requests import request_of
 from programs.script_server import PADDING
@@ -150,7 +151,7 @@ class _Server:
         self._lock = threading.Lock()
         self._requests, theirs = socket.socketpair()
         number = str(theirs.fileno())
-        with theirs:
+        with theirs, starts.uncounted():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, number, " ".join(PRELOAD), _FOLDER, " " * PADDING],
                 cwd=os.sep, env=_ENVIRONMENT, pass_fds=[theirs.fileno()],

@@ -68,7 +68,7 @@ class Late:
 def project(tmp_path):
     """Return a repository with tests that use the markers; it has a branch origin/main."""
     (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "selection.py", "costs.py"):
+    for name in ("conftest.py", "selection.py", "costs.py", "starts.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "tests" / "test_grid.py").write_text(GRID)
@@ -237,8 +237,46 @@ def test_costs_count_processes_and_their_cpu_seconds(project):
     pytest_in(project, "tests/test_uses.py", "--costs", "costs.jsonl")
 
     (row,) = map(json.loads, (project / "costs.jsonl").read_text().splitlines())
-    assert (row["class"], row["programs"], row["forks"]) == ("new programs", 1, 0)
+    assert (row["class"], row["interpreters"], row["ranks"]) == ("new programs", 1, 0)
     assert row["cpu"] > 0.4  # a clock that counts hundredths
+
+
+FORKS = """
+import os, subprocess, sys, pytest
+
+def fork():
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+
+@pytest.fixture(scope="module")
+def shared():
+    fork()
+    fork()
+
+@pytest.mark.parametrize("case", range(2))
+def test_fork(case, shared):
+    fork()
+    subprocess.run([sys.executable, "-c", ""])
+
+@pytest.mark.when_changed("engine/", guard="tests/test_forks.py::test_fork")
+def test_of_the_engine():
+    fork()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ceiling", [4, 3])
+def test_a_test_that_starts_more_than_the_ceiling_fails_the_run(project, ceiling):
+    (project / "engine" / "new.py").touch()
+    (project / "tests" / "test_forks.py").write_text(FORKS)
+    ceilings = {"test_forks.py": {"ranks": ceiling, "interpreters": 2}}
+    (project / "tests" / "ceilings.json").write_text(json.dumps(ceilings))
+
+    ended = pytest_in(project, "-m", "not gpu and not sweep", "-n", "2", "tests")
+    assert "started 2 interpreters and 4 ranks; " in ended.stdout
+    assert ("tests/test_forks.py starts 4 ranks; the ceiling in ceilings.json is 3" in ended.stdout) == (ceiling < 4)
+    assert ended.returncode == (ceiling < 4), ended.stdout
 
 
 FLAKY = """
