@@ -25,8 +25,9 @@ from stratagem_testing.reference import Batch, Net
 from stratagem_testing.strategy.base import StrategyChecks
 from stratagem_testing.training import share
 
-#: Steps of a run, the last of which is compared; DDP, for one, makes new buckets in the second.
-_STEPS = 2
+#: Steps of a run, the last of which is compared: DDP makes new buckets in the second, and strategies may check steps 1,
+#: 2, 4 and so on, which a plan leaves out.
+_STEPS = 3
 #: Ranks decide by smaller messages, which a plan leaves out. The weights and long biases of the model are larger.
 _SMALLEST_BYTES = 512
 #: A process on the CPU has the state of its random numbers and the optimizer's numbers of steps there.

@@ -33,7 +33,9 @@ def difference(
     Returns:
         an error if they differ, on all ranks.
     """
-    found = over.all_gather_object((result_of(whole, user, run), result_of(parts, user, run)))
+    of_whole = result_of(whole, user, run)
+    of_part = of_whole if of_whole.problem else result_of(parts, user, run)
+    found = over.all_gather_object((of_whole, of_part))
     if not wanted():
         return None
     option = "strategy.parallel.context"
