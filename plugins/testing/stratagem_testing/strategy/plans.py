@@ -144,6 +144,7 @@ def fit(choose: dict[str, Any], module: sg.Module, batches: list[Batch], *plugin
 def _count(rank: int, size: int, choose: dict[str, Any], module: sg.Module, batches: list[Batch]) -> dict[str, Any]:
     """Return what the last step of this rank has sent and held."""
     counter = registry.find("command", "plan").load()().counted()
+    counter.num_steps = _STEPS
     fit(choose, module, batches, counter)
     told: dict[str, Any] = counter.told
     return told
