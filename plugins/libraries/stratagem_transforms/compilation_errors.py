@@ -31,6 +31,6 @@ def explained(error: BaseException, backend: Any, *, fullgraph: bool) -> BaseExc
             do="name layers without such calls in compile.modules, or drop fullgraph",
         )
     else:
-        return error
+        return error  # type: ignore[no-any-return]
     new.__cause__ = error
     return new

@@ -57,7 +57,7 @@ def trace_loss_layers() -> None:
         function = variables.base.VariableTracker.build(tx, F.cross_entropy)
         return variables.LambdaVariable(lambda *both: function.call_function(tx, [*both], given))
 
-    variables.UserDefinedClassVariable._call_cross_entropy_loss = layer  # type: ignore[assignment, method-assign]
+    variables.UserDefinedClassVariable._call_cross_entropy_loss = layer
 
 
 def _programs_own(cls: Any) -> Iterator[Any]:
