@@ -1,4 +1,11 @@
-"""What users attach to a parameter holds for its shard, and for the whole that FSDP computes with."""
+"""What users attach to a parameter holds for its shard, and for the whole that FSDP computes with.
+
+[Note: writes into gathered parameters]
+While a unit computes, its parameters are whole copies that FSDP drops afterwards: what `training_step` writes into them
+(``clamp_``, a target network) would be lost without a word. A write in place raises the copy's version, which is
+compared at the end of a step. A write through ``.data`` leaves the version as it was: `_Gathered` notes that ``.data``
+was read, and then the copy's part is compared with the shard.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ from stratagem_sharding.shards import local, shard_like
 
 #: Attributes of a gathered parameter: its version when it was gathered first, and that its memory was asked for.
 _VERSION, _TAKEN = "_stratagem_version", "_stratagem_taken"
+#: What ``.data`` is in torch: `_Gathered` has a property of that name.
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
@@ -60,7 +68,7 @@ def _gather(group: Any, attributes: dict[Any, dict[str, Any]]) -> None:
 
 
 class _Gathered(nn.Parameter):
-    """A parameter while its unit computes: afterwards only the shard stays, without what was written here."""
+    """A parameter while its unit computes; see [Note: writes into gathered parameters]."""
 
     @property
     def data(self) -> Any:
