@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+from stratagem.api.paths import replace_text
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files
@@ -33,9 +34,7 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
         "traceback": "".join(traceback.format_exception(error)), "parts": parts, "is_echo": is_echo(error),
     }  # fmt: skip
     with contextlib.suppress(OSError):
-        staged = path.with_suffix(".staged")
-        staged.write_text(json.dumps(content))
-        staged.rename(path)
+        replace_text(path, json.dumps(content))
 
 
 def tell_launcher(error: BaseException, rank: int) -> None:
