@@ -26,9 +26,7 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
         return
     with contextlib.suppress(MemoryError):  # the error may be that memory is short
         flush_files(on_disk=True)
-    parts = {}
-    if isinstance(error, StratagemError):
-        parts = {"found": error.found, "expected": error.expected, "do": error.do}
+    parts = {name: getattr(error, name) for name in ("found", "expected", "do") if isinstance(error, StratagemError)}
     content = {
         "rank": rank, "time": time.time(), "type": type(error).__name__, "message": str(error),
         "traceback": "".join(traceback.format_exception(error)), "parts": parts, "is_echo": is_echo(error),
