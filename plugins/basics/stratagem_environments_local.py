@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import sys
-import time
-import traceback
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from attrs import define
 
 from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
-from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.process_variables import STORE_HOSTED_VARIABLE, other_devices, was_launched
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from stratagem.api import RunContext
 
 
@@ -252,7 +243,6 @@ class TorchElasticEnvironment(Environment):
 
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
-        write_error_file_when_uncaught()
         world = elastic_world(os.environ)
         if run.devices_given and run.num_processes != world.local_world_size:
             raise ConfigError(
@@ -268,35 +258,6 @@ class TorchElasticEnvironment(Environment):
                 do="leave num_nodes out: torchrun sets it",
             )
         return world
-
-
-def write_error_file_when_uncaught() -> None:
-    """Write an uncaught error to the file that torchrun reads for its summary, as its decorator ``@record`` does."""
-    global _earlier_hook
-    if _ERROR_FILE in os.environ and _earlier_hook is None:  # torch replaces it by a hook that calls this one
-        _earlier_hook, sys.excepthook = sys.excepthook, _write_error_file
-
-
-def _write_error_file(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    file = Path(os.environ[_ERROR_FILE])
-    if not isinstance(error, KeyboardInterrupt) and not file.exists():  # `record` has written it already
-        # torchrun shows the earliest error: let that of the rank which caused the others come first.
-        content = {
-            "message": f"{kind.__name__}: {error}",
-            "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
-                "timestamp": str(int(time.time()) + is_echo(error)),
-            },
-        }
-        with contextlib.suppress(OSError):
-            file.write_text(json.dumps({"message": content}))
-    assert _earlier_hook is not None, "set with this one"
-    _earlier_hook(kind, error, trace)
-
-
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-#: The hook that was in place before; None if this process has not set `_write_error_file`.
-_earlier_hook: Any = None
 
 
 def elastic_world(variables: Mapping[str, str]) -> World:

@@ -17,12 +17,14 @@ from browser import browser
 from plan.test_simulate import GPT_3, WHOLE
 from plan.transformer import megatron
 from stratagem.cli import main
+from stratagem_pictures.drawings import file_text
+from stratagem_pictures.pages import document, figure
+from stratagem_pictures.scales import Scale, si
 from stratagem_plan import advice_page
 from stratagem_plan.candidates import Candidate, layouts
-from stratagem_plan.charts import Scale, file_text, png_bytes, si
 from stratagem_plan.cost import Interval
 from stratagem_plan.devices import find
-from stratagem_plan.page import document, figure
+from stratagem_plan.page import png_bytes
 from stratagem_plan.pictures import pareto
 from stratagem_plan.script import PlannedScript
 from stratagem_plan.search import Explorer, Planned

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,32 +140,26 @@ def _is_at(path: Path, descriptor: int, follow: bool) -> bool:
 # --- Files that replace others at once --------------------------------------------------------------------------
 
 
-def create_beside(path: Path, ending: str = ".staged") -> StagedFile:
-    """Create and open a new file to fill and rename to `path`: its name is that of `path`, a random part and `ending`.
+def create_beside(path: Path) -> BinaryIO:
+    """Create and open a new file to fill and rename to `path`: its name is that of `path`, a random part, ``.staged``.
 
     Neither a file nor a symbolic link that somebody left there is ever opened.
 
     Raises:
         OSError: the folder or the disk refuses.
     """
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     while True:
-        name = path.with_name(f"{path.name}.{os.urandom(6).hex()}{ending}")
         with contextlib.suppress(FileExistsError):
-            descriptor = os.open(name, flags, 0o666)  # as open() does: the user's umask decides
-            return StagedFile(descriptor, name)
+            return path.with_name(f"{path.name}.{os.urandom(6).hex()}.staged").open("xb")
 
 
-class StagedFile(io.BufferedWriter):
-    """A file for writing, with its path."""
+@contextlib.contextmanager
+def replacing(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
+    """Within: fill a new file, which then replaces `path`; if that fails, nothing changes.
 
-    def __init__(self, descriptor: int, path: Path) -> None:
-        super().__init__(io.FileIO(descriptor, "wb"))
-        self.path = path
-
-
-def replace_text(path: Path, text: str, durable: bool = False) -> None:
-    """Write `text` to `path`, whole or not at all; with `durable`, fsync its content.
+    Args:
+        path: the file that appears, or changes, at once.
+        durable: fsync the content.
 
     Raises:
         OSError: the folder or the disk refuses.
@@ -174,14 +167,20 @@ def replace_text(path: Path, text: str, durable: bool = False) -> None:
     file = create_beside(path)
     try:
         with file:
-            file.write(text.encode("utf-8"))
+            yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(file.path, path)
+        os.replace(file.name, path)
     finally:
         with contextlib.suppress(OSError):
-            file.path.unlink()
+            os.unlink(file.name)
+
+
+def replace_text(path: Path, text: str, durable: bool = False) -> None:
+    """Write `text` to `path` as `replacing` does."""
+    with replacing(path, durable) as file:
+        file.write(text.encode("utf-8"))
 
 
 # --- Objects: written whole or not at all ------------------------------------------------------------------------

@@ -89,8 +89,7 @@ def remove_folder(path: Path, files: set[str]) -> None:
     Raises:
         CheckpointError: it contains other files.
     """
-    strangers = _others(path, files)
-    if strangers:
+    if strangers := _others(path, files):
         raise CheckpointError(
             f"{path} contains {', '.join(sorted(strangers))}, which the checkpoint did not write",
             do="nothing was deleted",

@@ -52,7 +52,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callab
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
         _clear_away_what_was_killed(path)
-        with create_beside(path, STAGED) as file, _claimed(staged := file.path):
+        with create_beside(path) as file, _claimed(staged := Path(file.name)):
             hashing = _HashingFile(file, hasher())
             hashing.fill(write)
             file.flush()

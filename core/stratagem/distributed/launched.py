@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
-from stratagem.distributed.reports import left, report
+from stratagem.distributed.reports import left, tell_launcher
 from stratagem.errors import LaunchError
 
 _PR_SET_PDEATHSIG = 1
@@ -76,14 +76,9 @@ def report_to_launcher() -> None:
         die_with(int(os.environ[PARENT_VARIABLE]))
 
 
-def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    folder = Path(os.environ[REPORTS_VARIABLE])
-    if isinstance(error, KeyboardInterrupt):
-        return
-    if folder.exists():
-        report(error, int(os.environ.get("RANK", "0")), folder)
-    else:
-        sys.__excepthook__(kind, error, trace)
+def _report_and_exit(_kind: type[BaseException], error: BaseException, _trace: Any) -> None:
+    if not isinstance(error, KeyboardInterrupt):
+        tell_launcher(error, int(os.environ.get("RANK", "0")))
 
 
 def die_with(parent: int) -> None:

@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+from stratagem.api.paths import replace_text
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files
@@ -25,17 +26,13 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
         return
     with contextlib.suppress(MemoryError):  # the error may be that memory is short
         flush_files(on_disk=True)
-    parts = {}
-    if isinstance(error, StratagemError):
-        parts = {"found": error.found, "expected": error.expected, "do": error.do}
+    parts = {name: getattr(error, name) for name in ("found", "expected", "do") if isinstance(error, StratagemError)}
     content = {
         "rank": rank, "time": time.time(), "type": type(error).__name__, "message": str(error),
         "traceback": "".join(traceback.format_exception(error)), "parts": parts, "is_echo": is_echo(error),
     }  # fmt: skip
     with contextlib.suppress(OSError):
-        staged = path.with_suffix(".staged")
-        staged.write_text(json.dumps(content))
-        staged.rename(path)
+        replace_text(path, json.dumps(content))
 
 
 def tell_launcher(error: BaseException, rank: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from stratagem.api.peer_errors import is_echo
 from stratagem.errors import CheckpointError, ConfigError, PluginError
 
 #: The file in which the agent looks for the error of a process.
@@ -25,23 +26,34 @@ _FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _NOT_THE_USERS = frozenset({"stratagem", "torch", "pluggy", "deepspeed", *sys.stdlib_module_names} - {"__main__"})
 #: Errors whose sentence tells all; a traceback of others is of use.
 SENTENCES = (ConfigError, PluginError, CheckpointError)
+#: The hook that was in place before; None if this process has not set `print_sentence`.
+_earlier_hook: Any = None
 
 
 def end_with_sentence() -> None:
-    """Show an uncaught error in the configuration of this process in torchrun's summary, and without a traceback."""
-    if _FILE_VARIABLE in os.environ and sys.excepthook is sys.__excepthook__:
-        sys.excepthook = print_sentence
+    """Show an uncaught error of this process in torchrun's summary, and one in the configuration without a traceback.
+
+    As torch's decorator ``@record`` does. Where the program has a hook of its own, that prints all errors.
+    """
+    global _earlier_hook
+    if _FILE_VARIABLE in os.environ and _earlier_hook is None:  # torch replaces it by a hook that calls this one
+        _earlier_hook, sys.excepthook = sys.excepthook, print_sentence
 
 
 def print_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print one line on rank 0, where `error` is one in the configuration; other ranks leave it to the summary."""
-    where, told = innermost_user_line(trace), False
+    file, told = Path(os.environ[_FILE_VARIABLE]), False
+    tells_all = isinstance(error, SENTENCES) and _earlier_hook is sys.__excepthook__
+    where = innermost_user_line(trace) if tells_all else ""
     sentence = f"{kind.__name__}{f' in {where}' if where else ''}: {error}"
-    content = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    # torchrun shows the earliest error: let that of the rank which caused the others come first.
+    stack = {} if tells_all else {"py_callstack": "".join(traceback.format_exception(error))}
+    about = {"timestamp": str(int(time.time()) + is_echo(error)), **stack}
     with contextlib.suppress(OSError):
-        told = isinstance(error, SENTENCES) and Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps(content)) > 0
-    if not told:
-        sys.__excepthook__(kind, error, trace)
+        if tells_all or not (isinstance(error, KeyboardInterrupt) or file.exists()):  # `record` has written it already
+            told = file.write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}})) > 0
+    if not (told and tells_all):
+        _earlier_hook(kind, error, trace)
     elif os.environ.get("RANK", "0") == "0":
         print(sentence, file=sys.stderr, flush=True)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.paths import create_beside
+from stratagem.api.paths import replacing
 from stratagem.errors import ConfigError
 from stratagem_trainer.api import Callback
 
@@ -137,11 +135,5 @@ class PredictionWriter(BasePredictionWriter):
 def _write(path: Path, value: Any) -> None:
     import torch
 
-    file = create_beside(path)
-    try:
-        with file:
-            torch.save(value, file)
-        os.replace(file.path, path)
-    finally:
-        with contextlib.suppress(OSError):
-            file.path.unlink()
+    with replacing(path) as file:
+        torch.save(value, file)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from attrs import field, frozen
 
-from stratagem_report.figures import labels, log_labels, log_ticks, step_ticks, ticks
+from stratagem_pictures.scales import Scale
+from stratagem_report.figures import labels, log_labels
 from stratagem_report.history import Series
 
 #: Maximum number of points per curve: about one for every two pixels of a chart's width.
@@ -32,45 +32,11 @@ def quantity(name: str) -> str:
     return _STAGE_LAST.sub("", _STAGE_FIRST.sub("", bare))
 
 
-@frozen
-class Scale:
-    """Map values to positions on the vertical axis, from 0 at the bottom to 1."""
-
-    low: float
-    high: float
-    logarithmic: bool = False
-
-    @property
-    def kind(self) -> str:
-        return "log" if self.logarithmic else "linear"
-
-    def at(self, value: float) -> float:
-        if self.logarithmic:
-            return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return the ticks: position and label."""
-        if self.logarithmic:
-            values = log_ticks(self.low, self.high)
-            return [(self.at(value), label) for value, label in zip(values, log_labels(values), strict=True)]
-        values = ticks(self.low, self.high)
-        return [(self.at(value), label) for value, label in zip(values, labels(values), strict=True)]
-
-
-@frozen
-class StepAxis:
-    """Map steps to positions on the horizontal axis, from 0 at the left to 1."""
-
-    first: float
-    last: float
-
-    def at(self, step: float) -> float:
-        return (step - self.first) / (self.last - self.first)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        values = step_ticks(self.first, self.last)
-        return [(self.at(value), label) for value, label in zip(values, labels(values), strict=True)]
+def marks(scale: Scale, whole: bool = False) -> list[tuple[float, str]]:
+    """Return position and label of the ticks of `scale`; with `whole`, of those at whole numbers."""
+    values = [value for value in scale.ticks() if not whole or value == round(value)]
+    texts = log_labels(values) if scale.logarithmic else labels(values)
+    return [(scale.at(value), text) for value, text in zip(values, texts, strict=True)]
 
 
 @frozen(kw_only=True)
@@ -84,14 +50,14 @@ class Chart:
     curves: list[tuple[str, Series]]
     #: Number of curves that are not drawn.
     left_out: int
-    axis: StepAxis
+    axis: Scale
     scales: list[Scale]
     #: Lines at the steps where the run was resumed, as SVG paths.
     resumed: list[str] = field(factory=list)
 
     @property
     def span(self) -> list[float]:
-        return [self.axis.first, self.axis.last]
+        return [self.axis.low, self.axis.high]
 
     @property
     def limits(self) -> list[list[float]]:
@@ -107,8 +73,8 @@ class Chart:
 
     def paths(self, scale: Scale) -> Iterator[tuple[str, str]]:
         """Yield the SVG paths for `scale` with their CSS classes, from back to front."""
-        for position, _ in scale.ticks():
-            yield f"M0 {_y(position)}H1000", "rule"
+        for value in scale.ticks():
+            yield f"M0 {_y(scale.at(value))}H1000", "rule"
         for colour, (_, series) in enumerate(self.curves, 1):
             if any(count != 1 for count in series.counts):
                 yield _band(series, scale, self.axis), f"band c{colour}"
@@ -126,7 +92,7 @@ def chart(
 ) -> Chart:
     """Return a chart of the first `COLOURS` of `curves`, over the steps of `span`."""
     drawn = [(name, series.thinned(DRAWN)) for name, series in curves[:COLOURS]]
-    axis = StepAxis(*span)
+    axis = Scale(*span)
     return Chart(
         title=title, unit=unit, curves=drawn, left_out=len(curves) - len(drawn), axis=axis,
         scales=_scales([series for _, series in drawn], from_zero),
@@ -165,7 +131,7 @@ def _linear(low: float, high: float) -> Scale:
 # --- Drawing -----------------------------------------------------------------------------------------------------
 
 
-def _line(series: Series, scale: Scale, axis: StepAxis, colour: int) -> Iterator[tuple[str, str]]:
+def _line(series: Series, scale: Scale, axis: Scale, colour: int) -> Iterator[tuple[str, str]]:
     points = _coordinates(series.steps, series.means, scale, axis)
     if points:
         yield "M" + "L".join(points), f"line c{colour}"
@@ -175,13 +141,13 @@ def _line(series: Series, scale: Scale, axis: StepAxis, colour: int) -> Iterator
         yield f"M{_x(axis.at(series.first_not_finite))} 1000v-40", "lost"
 
 
-def _band(series: Series, scale: Scale, axis: StepAxis) -> str:
+def _band(series: Series, scale: Scale, axis: Scale) -> str:
     above = _coordinates(series.steps, series.highs, scale, axis)
     below = _coordinates(series.steps, series.lows, scale, axis)
     return "M" + "L".join([*above, *reversed(below)]) + "Z"
 
 
-def _coordinates(steps: Sequence[float], values: Sequence[float], scale: Scale, axis: StepAxis) -> list[str]:
+def _coordinates(steps: Sequence[float], values: Sequence[float], scale: Scale, axis: Scale) -> list[str]:
     return [f"{_x(axis.at(x))} {_y(scale.at(y))}" for x, y in zip(steps, values, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Format numbers, and choose the ticks of an axis."""
+"""Format numbers, and label the ticks of an axis."""
 
 from __future__ import annotations
 
@@ -47,29 +47,6 @@ def byte_unit(most: float) -> tuple[int, str]:
     return next(((size, name) for size, name in _BYTES if most >= size), (1, "B"))
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return about `wanted` round numbers from `low` to `high`."""
-    step = _round_step((high - low) / max(wanted - 1, 1))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
-
-
-def step_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return round whole numbers from `low` to `high`."""
-    return [tick for tick in ticks(low, high, wanted) if tick == round(tick)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten from `low` to `high`; if there are few, round numbers between them, too."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, math.ceil((last - first) / 6))
-    for digits in ((1,), (1, 3), (1, 2, 5)):
-        found = [d * 10.0**e for e in range(first, last + 1, every) for d in digits if low <= d * 10.0**e <= high]
-        if len(found) >= 3 or every > 1:
-            return found
-    return found if len(found) >= 2 else [tick for tick in ticks(low, high) if tick > 0]
-
-
 def labels(values: list[float]) -> list[str]:
     """Return distinct tick labels in one notation."""
     if not values:
@@ -88,13 +65,6 @@ def log_labels(values: list[float]) -> list[str]:
     """Return tick labels for orders of magnitude, each in its own notation."""
     short = [f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") for value in values]
     return [f"{value:g}" if 1e-3 <= value < 1e5 else text for value, text in zip(values, short, strict=True)]
-
-
-def _round_step(step: float) -> float:
-    if step <= 0 or not math.isfinite(step):
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999) * power
 
 
 def _magnitude(gap: float) -> int:

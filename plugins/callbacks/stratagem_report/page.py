@@ -12,7 +12,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.options import redact
-from stratagem_report.charts import Chart, chart, not_finite, quantity
+from stratagem_pictures.drawings import style
+from stratagem_report.charts import Chart, chart, marks, not_finite, quantity
 from stratagem_report.facts import TIME, Facts, shown
 from stratagem_report.figures import byte_unit, count, duration, number, rate
 from stratagem_report.history import History, Series
@@ -55,7 +56,7 @@ def render_curves(history: History, title: str, detail: str, folder: str) -> str
 def _page(template: str, history: History, **values: Any) -> str:
     from markupsafe import Markup
 
-    script, style = _read("page.js"), _read("page.css")
+    script, css = _read("page.js"), style("palette") + _read("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     groups, draw = without_copies(grouped(history.metrics)), _drawing(history)
     page = _environment().get_template(template)
@@ -63,7 +64,7 @@ def _page(template: str, history: History, **values: Any) -> str:
         history=history,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         script=Markup(script),  # noqa: S704 - a file of this package
-        style=Markup(style),  # noqa: S704 - a file of this package
+        style=Markup(css),  # noqa: S704 - files of ours
         metrics=[draw(title, curves) for title, curves in groups[:_CHARTS]],
         metrics_left_out=len(groups[_CHARTS:]),
         **values,
@@ -89,7 +90,8 @@ def _environment() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else redact("text", str(value)),
     )
     environment.filters.update(
-        count=count, number=number, not_finite=not_finite,
+        count=count, number=number, not_finite=not_finite, marks=marks,
+        kind=lambda scale: "log" if scale.logarithmic else "linear",
         shown=lambda value: shown("value", value),
         json=lambda value: json.dumps(value, separators=(",", ":")),
         percent=lambda position: f"{position * 100:.2f}%",

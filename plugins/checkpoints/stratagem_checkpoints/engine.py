@@ -10,7 +10,6 @@ all ranks raise together.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
@@ -20,7 +19,7 @@ from attrs import define, field
 from torch import Tensor
 
 from stratagem.api import CheckpointFormat, hookimpl
-from stratagem.api.paths import modified_at
+from stratagem.api.paths import modified_at, replacing
 from stratagem.checkpoint.atomic import StagedFolder, remove_folder, writing
 from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.checkpoint.files import publish_file, remove_file, verify_file
@@ -163,7 +162,9 @@ class FolderLayout(Layout):
             self.prepare(plan, staged.path)
 
         def finish(parts: list[Any]) -> None:
-            write_durably(staged.path / self.manifest, self.described(plan, parts, staged.path))
+            content = self.described(plan, parts, staged.path)
+            with replacing(staged.path / self.manifest, durable=True) as file:
+                file.write(content)
             staged.publish()
 
         def step(act: Callable[[], Any]) -> Any:
@@ -216,11 +217,3 @@ def damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is not what was written: {what}", expected="the content that was written", do="use an older checkpoint"
     )
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and fsync it."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

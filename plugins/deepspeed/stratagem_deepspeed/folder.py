@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import xxhash
 
-from stratagem.api.paths import is_remote
+from stratagem.api.paths import is_remote, replace_text
 from stratagem.errors import CheckpointError
 
 #: Name of the subfolder that this package writes.
@@ -142,11 +142,8 @@ def seal(path: Path, names: list[str]) -> dict[str, Any]:
 
 def write_manifest(path: Path, facts: dict[str, Any]) -> None:
     """Write the manifest, as the last file of a checkpoint."""
-    text = json.dumps({"format": _FORMAT, "version": _VERSION} | facts, ensure_ascii=False).encode()
-    with (path / MANIFEST).open("wb") as file:
-        file.write(text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode())
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps({"format": _FORMAT, "version": _VERSION} | facts, ensure_ascii=False)
+    replace_text(path / MANIFEST, f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n", durable=True)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Self
 
 from attrs import frozen
 
+from stratagem.api.paths import replacing
 from stratagem.errors import ConfigError
 from stratagem_migrate.findings import Finding
 
@@ -139,14 +139,6 @@ def _unsaved(path: Path) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, path.stat().st_mode & 0o7777)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(path, durable=True) as file:
+        os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
+        file.write(content)

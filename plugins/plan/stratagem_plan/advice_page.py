@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import Element
 
+from stratagem_pictures.drawings import tag
+from stratagem_pictures.pages import document, figure, listed
 from stratagem_plan import pictures
 from stratagem_plan.advice import NOTHING, advice, facts, others, sections
-from stratagem_plan.charts import tag
-from stratagem_plan.page import Drawn, document, figure, listed
+from stratagem_plan.page import Drawn
 from stratagem_plan.plan_file import structure
 from stratagem_plan.search import Explorer, front
 

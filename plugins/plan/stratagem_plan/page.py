@@ -1,19 +1,21 @@
-"""Pages with everything in one HTML file, and their pictures as files of their own; and the page of a plan."""
+"""Write a page, and its pictures as files of their own; and the page of a plan."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, Any, TypeAlias
 from xml.etree.ElementTree import Element
 
 from attrs import asdict
 
 from stratagem.errors import ConfigError
+from stratagem_pictures.drawings import file_text, style, tag
+from stratagem_pictures.pages import document, figure, listed, table
+from stratagem_pictures.scales import si
 from stratagem_plan import pictures
-from stratagem_plan.charts import STYLE, file_text, png_bytes, renderer, si, tag
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
 from stratagem_plan.plan_file import Plan, RankClass, totals
@@ -23,33 +25,6 @@ if TYPE_CHECKING:
 
 #: Title, picture and note of each picture, by name.
 Drawn: TypeAlias = dict[str, tuple[str, Element, str]]
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = """
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 84rem; padding: 1.5rem clamp(.75rem, 3vw, 2.5rem) 3rem; background: var(--paper);
-  color: var(--ink); font: .9375rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
-  font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-h1 { margin: 0 0 .25rem; font-size: clamp(1.4rem, 4vw, 2rem); line-height: 1.2; }
-h2 { margin: 0 0 .5rem; font-size: 1rem; }
-p { margin: .25rem 0; } .note { color: var(--soft); font-size: .875rem; }
-code { font: .8125rem/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-pre { margin: 0 0 .5rem; white-space: pre-wrap; user-select: all; }
-.good, .bad { font-weight: 650; } .good { color: var(--good); } .bad { color: var(--bad); }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.25rem, 1fr)); gap: 1rem; margin: 1.25rem 0; }
-dt, dd + dd { color: var(--soft); font-size: .8125rem; } dd { margin: 0; font-size: 1.2rem; font-weight: 600; }
-dd + dd { font-weight: 400; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
-.tables { display: grid; gap: 1rem; margin: 1rem 0; }
-figure, section { min-width: 0; margin: 0; padding: .9rem .75rem; border: 1px solid var(--faint); border-radius: 6px;
-  background: var(--sheet); }
-figure svg { display: block; width: 100%; max-width: 27rem; height: auto; margin: 0 auto; }
-.scroll { overflow-x: auto; overflow-wrap: normal; }
-table { border-collapse: collapse; white-space: nowrap; font-size: .875rem; }
-th, td { padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--faint); text-align: right; }
-th { color: var(--soft); font-weight: 500; } .left { text-align: left; }
-ul { margin: 0; padding-left: 1.1rem; }
-"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -105,35 +80,27 @@ def write(arguments: argparse.Namespace, plan: Plan, device: Device, result: Sim
         save(arguments, _page(plan, device, result, drawn), drawn)
 
 
-def document(title: str, *body: Element) -> str:
-    """Return a page that needs no other file."""
-    head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title), tag("style", STYLE + _STYLE),
-    )  # fmt: skip
-    whole = tag("html", head, tag("body", *body), lang="en")
-    return "<!DOCTYPE html>\n" + ElementTree.tostring(whole, encoding="unicode", method="html") + "\n"
+def renderer() -> Any:
+    """Return the module that turns SVG into PNG.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import resvg_py
+    except ImportError:
+        raise ConfigError(
+            "--png is set, and resvg-py is not installed", expected="what turns SVG into PNG",
+            do="run `pip install stratagem-plan[png]`, or pass --svg",
+        ) from None  # fmt: skip
+    return resvg_py
 
 
-def figure(title: str, svg: Element, note: str = "") -> Element:
-    """Return a picture with a title above and a note below."""
-    return tag("figure", tag("h2", title), svg, *([tag("p", note, class_="note")] if note else ()))
-
-
-def listed(title: str, items: Iterable[str]) -> Element:
-    """Return a list with a title."""
-    return tag("section", tag("h2", title), tag("ul", *(tag("li", each) for each in items)))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 0) -> Element:
-    """Return a table that scrolls on a narrow screen; the first `words` columns have words, the others numbers."""
-
-    def line(cells: Sequence[str], kind: str) -> Element:
-        return tag("tr", *(tag(kind, cell, class_="left" if n < words else "") for n, cell in enumerate(cells)))
-
-    body = tag("tbody", *(line(row, "td") for row in rows))
-    return tag("div", tag("table", tag("thead", line(head, "th")), body), class_="scroll", tabindex=0)
+def png_bytes(svg: Element) -> bytes:
+    """Return a drawing as a PNG file of 1,080 pixels width, in the light colours: the renderer knows no variables."""
+    colors = dict(re.findall(r"(--\w+): (#\w+)", style("palette").partition("@media")[0]))
+    plain = re.sub(r"var\((--\w+)\)", lambda found: colors[found[1]], file_text(svg))
+    return bytes(renderer().svg_to_bytes(svg_string=plain, zoom=3))
 
 
 # --- A plan ----------------------------------------------------------------------------------------------------------

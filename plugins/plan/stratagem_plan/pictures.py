@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
 
-from stratagem_plan import charts
-from stratagem_plan.charts import LEFT, RIGHT, Scale, bar, circle, drawing, legend, path, si, tag, text
+from stratagem_pictures.drawings import LEFT, RIGHT, bar, circle, drawing, legend, path, tag, text, x_axis, y_axis
+from stratagem_pictures.scales import Scale, si
 from stratagem_plan.cost import Interval, Machine, Step, number_format
 from stratagem_plan.devices import MEASURED, Device, find
 from stratagem_plan.plan_file import Plan, RankClass, Work
@@ -67,7 +67,7 @@ def memory(plan: Plan, limit: float | None) -> Element:
     items = [(_CATEGORIES[name], f"{name} {si(amount, 'B')}") for name, amount in amounts.items()]
     words = "" if limit is None else f"limit {si(limit, 'B')}"
     shown = [
-        *charts.x_axis(scale, 20, bottom, "B"), *drawn,
+        *x_axis(scale, 20, bottom, "B"), *drawn,
         text(RIGHT, 14, words if near or not words else f"{words}, to the right of this axis", "end strong"),
         text(12, bottom + 36, f"at the peak of {name_of(worst)}", "soft"), *legend(bottom + 54, items),
     ]  # fmt: skip
@@ -154,7 +154,7 @@ def timeline(step: Step, step_s: Interval) -> Element:
         path([(low, y + 13), (high, y + 13)], "line ink"),
         *(path([(x, y + 8), (x, y + 18)], "line ink") for x in (low, high)),
     ]  # fmt: skip
-    return drawing(f"Parts of a step, {words}", y + 48, [*charts.x_axis(scale, 4, y + 28, "s"), *drawn])
+    return drawing(f"Parts of a step, {words}", y + 48, [*x_axis(scale, 4, y + 28, "s"), *drawn])
 
 
 def scaling(result: Simulation) -> Element:
@@ -168,7 +168,7 @@ def scaling(result: Simulation) -> Element:
     rate = result.inputs_per_s.expected / result.devices
     y = Scale(low / 1.3, 1.3 * max(high, rate * counts[-1]), 222, 30, True)
     ideal = [(x.at(count), y.at(rate * count)) for count in counts]
-    drawn = [*charts.x_axis(x, 30, 222, ticks=counts), *charts.y_axis(y), path(ideal, "thin dim")]
+    drawn = [*x_axis(x, 30, 222, ticks=counts), *y_axis(y), path(ideal, "thin dim")]
     for _, kind, scales in series:
         drawn += _curve(x, y, kind, scales)
     drawn += [text(12, 16, f"{result.unit}/s"), text(RIGHT, 252, "devices", "end")]
@@ -214,7 +214,7 @@ def roofline(plan: Plan, device: Device, ranks: RankClass) -> Element:
     x = Scale(min(known) / 3, 3 * max(known), LEFT, RIGHT, True)
     y = Scale(min([most, *(rate for _, _, rate, _ in points)]) / 3, 2 * most, 222, 30, True)
     corner = max(x.low, y.low / memory_rate)
-    drawn = [*charts.x_axis(x, 30, 222), *charts.y_axis(y)]
+    drawn = [*x_axis(x, 30, 222), *y_axis(y)]
     for peak in peaks.values():
         ends = [(corner, corner * memory_rate), (peak / memory_rate, peak), (x.high, peak)]
         drawn.append(path([(x.at(per_byte), y.at(rate)) for per_byte, rate in ends], "line dim"))
@@ -260,7 +260,7 @@ def pareto(points: Sequence[tuple[str, float, float, bool]], limit: float | None
     x = Scale(min(times) / 1.3, max(times) * 1.3, LEFT, RIGHT, True)
     y = Scale(min(sizes) / 1.3, max(sizes) * 1.3, 222, 30, True)
     best = _best(points)
-    drawn = [*charts.x_axis(x, 30, 222, "s"), *charts.y_axis(y, "B")]
+    drawn = [*x_axis(x, 30, 222, "s"), *y_axis(y, "B")]
     if limit is not None:
         drawn.append(path([(LEFT, y.at(limit)), (RIGHT, y.at(limit))], "limit"))
         drawn.append(text(RIGHT, 16, f"limit {si(limit, 'B')}", "end strong"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stratagem.api.paths import replacing
 from stratagem.checkpoint.atomic import StagedFolder
 from stratagem.errors import ConfigError
 
@@ -49,9 +50,8 @@ def write_huggingface(target: Path, weights: Mapping[str, Tensor], max_shard_siz
 
 def write_state_dict(target: Path, weights: Mapping[str, Tensor], _: str | None = None) -> None:
     """Write what ``torch.save(model.state_dict(), target)`` writes: one file, whatever its size."""
-    staged = target.with_name(f".{target.name}.staged")
-    torch.save(dict(weights), staged)
-    staged.rename(target)
+    with replacing(target) as file:
+        torch.save(dict(weights), file)
 
 
 def _divided(weights: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

@@ -11,6 +11,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from stratagem.api.options import option_types
@@ -44,102 +45,23 @@ def of_chosen(script: str, shell: str) -> str:
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](script, options_by_choice())
 
 
-_BASH = """
-# The options of plugins that a line may set: those of the plugins that it chooses.
-declare -gA _stratagem_takes=({table})
-{function}() {{
-  _shtab_stratagem "$@"
-  local -A chosen=()
-  local i word value kept=() rest takes
-  for ((i = 0; i < COMP_CWORD; i++)); do
-    word="${{COMP_WORDS[i]}}"
-    [[ $word == --trainer.* ]] || continue
-    value="${{COMP_WORDS[i + 1]}}"
-    [[ $value == "=" ]] && value="${{COMP_WORDS[i + 2]}}"
-    [[ $word == *=* ]] && value="${{word#*=}}" word="${{word%%=*}}"
-    chosen["${{word#--trainer.}}"]="$value"
-  done
-  for word in "${{COMPREPLY[@]}}"; do
-    rest="${{word#--trainer.}}"
-    if [[ $word == --trainer.?*.?* ]]; then
-      takes="${{_stratagem_takes["${{rest%%.*}} ${{chosen["${{rest%%.*}}"]}}"]}}"
-      [[ -n $takes && $takes != *" ${{rest#*.}} "* ]] && continue
-    fi
-    kept+=("$word")
-  done
-  COMPREPLY=("${{kept[@]}}")
-}}
-"""
+def _filter(shell: str, **values: str) -> str:
+    """Return the filter for `shell`, with `values` where its file has their names, as in ``@TABLE@``."""
+    text = (files("stratagem_fit") / f"chosen_options.{shell}").read_text(encoding="utf-8")
+    return re.sub("@([A-Z]+)@", lambda found: values[found[1]], text)
 
 
 def _bash(script: str, options: _Options) -> str:
     table = " ".join(f"['{kind} {entry.name}']=' {' '.join(taken)} '" for (kind, entry), taken in options.items())
     body, complete, rest = script.rpartition("\ncomplete ")
-    wrapper = _BASH.format(table=table, function=FUNCTION)
-    return f"{body}\n{wrapper}{complete}{rest.replace('_shtab_stratagem ', f'{FUNCTION} ')}"
-
-
-_ZSH = """
-# The options of plugins that a line may set: those of the plugins that it chooses.
-typeset -gA _stratagem_takes=({table})
-{function}() {{
-  local -A chosen
-  local i word name array spec rest takes kind key
-  for ((i = 1; i < CURRENT; i++)); do
-    word=$words[i]
-    if [[ $word == --trainer.*=* ]]; then
-      chosen[${{${{word%%=*}}#--trainer.}}]=${{word#*=}}
-    elif [[ $word == --trainer.* ]]; then
-      chosen[${{word#--trainer.}}]=$words[i+1]
-    fi
-  done
-  for name in {commands}; do
-    array=_shtab_stratagem_${{name}}_options
-    local -a kept=()
-    for spec in "${{(@P)array}}"; do
-      rest=${{${{spec%%\\[*}}#--trainer.}}
-      if [[ $spec == --trainer.?*.?*\\[* ]]; then
-        kind=${{rest%%.*}}
-        key="$kind $chosen[$kind]"
-        takes=$_stratagem_takes[$key]
-        [[ -n $takes && $takes != *" ${{rest#*.}} "* ]] && continue
-      fi
-      kept+=("$spec")
-    done
-    local -a $array
-    set -A $array "${{kept[@]}}"
-  done
-  _shtab_stratagem "$@"
-}}
-"""
+    return f"{body}\n\n{_filter('bash', TABLE=table)}{complete}{rest.replace('_shtab_stratagem ', f'{FUNCTION} ')}"
 
 
 def _zsh(script: str, options: _Options) -> str:
     table = " ".join(f"'{kind} {entry.name}' ' {' '.join(taken)} '" for (kind, entry), taken in options.items())
     body, condition, end = script.rpartition("\nif [[ $zsh_eval_context")
-    wrapper = _ZSH.format(table=table, function=FUNCTION, commands=" ".join(COMMANDS))
-    return f"{body}\n{wrapper}{condition}{end.replace('_shtab_stratagem ', f'{FUNCTION} ')}"
-
-
-_FISH = """
-# Condition helper: true if the plugin of kind $argv[1] that the line chooses takes the option $argv[2].
-function _stratagem_takes
-  set -l tokens (commandline -opc)
-  set -l chosen
-  for i in (seq (count $tokens))
-    if test "$tokens[$i]" = "--trainer.$argv[1]"
-      set chosen $tokens[(math $i + 1)]
-    else if string match -q -- "--trainer.$argv[1]=*" "$tokens[$i]"
-      set chosen (string split -m 1 -f 2 = -- "$tokens[$i]")
-    end
-  end
-  switch "$argv[1] $chosen"
-{cases}
-    case '*'
-      return 0
-  end
-end
-"""
+    wrapper = _filter("zsh", TABLE=table, COMMANDS=" ".join(COMMANDS))
+    return f"{body}\n\n{wrapper}{condition}{end.replace('_shtab_stratagem ', f'{FUNCTION} ')}"
 
 
 def _fish(script: str, options: _Options) -> str:
@@ -149,7 +71,7 @@ def _fish(script: str, options: _Options) -> str:
     )
     condition = re.compile(r"(-n '_shtab_stratagem_using \w+)(' -l trainer\.(\w+)\.(\w+) )")
     body, first, end = script.partition("\ncomplete -c stratagem -e")
-    return f"{body}\n{_FISH.format(cases=cases)}{first}{condition.sub(_with_condition, end)}"
+    return f"{body}\n\n{_filter('fish', CASES=cases)}{first}{condition.sub(_with_condition, end)}"
 
 
 def _with_condition(found: re.Match[str]) -> str:
