@@ -136,7 +136,7 @@ class LearningRateFinder(Callback):
 
 
 def _searched(trainer: TrainerView) -> tuple[float, list[float]]:
-    """Return the rate that the search replaces, that of the first group with one, and the ratios of all groups to it."""
+    """Return the rate that the search replaces, that of the first group with one, and the ratios of groups to it."""
     rates = _own_rates(trainer) or [_base(group) for group in trainer.optimizers[0].param_groups]
     first = next(filter(None, rates), 0.0)
     return first, [rate / first if first else 1.0 for rate in rates]
