@@ -114,4 +114,21 @@ def test_what_fits_in_part_is_loaded_where_that_is_asked_for():
     weights = {"net.0.bias": torch.ones(2), "other": torch.ones(1)}
     check_weights({"net.0.bias": torch.Size([2]), "net.1.bias": torch.Size([1])}, weights, strict=False)
     check_weights({}, weights, strict=False)
-    check_weights({"net.0.bias": torch.Size([2])}, {}, strict=False)
+
+
+def test_an_empty_state_is_refused(tmp_path):
+    class Empty(Loose):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["state_dict"].clear()
+
+    trainer = sg.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Empty(), loader())
+    trainer.save_checkpoint(path := tmp_path / "empty.ckpt")
+    for load in (
+        lambda: trainer.test(Loose(), loader(), ckpt_path=path),
+        lambda: trainer.fit(Loose(), loader(), ckpt_path=path),
+        lambda: Loose.load_from_checkpoint(path, strict=False),
+        lambda: check_weights({"net.0.bias": torch.Size([2])}, {}, strict=False),
+    ):
+        with pytest.raises(CheckpointError, match="model state has no tensor of this model: it is empty; expected names"):
+            load()

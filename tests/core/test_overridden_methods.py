@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +18,7 @@ from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.plugins import Choice
 from stratagem_migrate import examine
 from stratagem_migrate.source import Source
+from stratagem_trainer.api.events import EVENTS, arguments_of
 from stratagem_trainer.moved_methods import moved_methods, prepare_methods
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1}
@@ -25,7 +28,12 @@ BELOW = {
     "Accelerator": accelerators.CPUAccelerator,
 }  # fmt: skip
 #: Methods that are there, but do not decide anything.
-READ_ONLY = {("CSVLogger", "log_dir"), ("CSVLogger", "experiment"), ("TensorBoardLogger", "log_dir")}
+READ_ONLY = {
+    ("CSVLogger", "log_dir"), ("CSVLogger", "experiment"), ("CSVLogger", "save"), ("TensorBoardLogger", "log_dir"),
+    ("TensorBoardLogger", "experiment"), ("BackboneFinetuning", "freeze"), ("BackboneFinetuning", "flatten_modules"),
+    ("BackboneFinetuning", "filter_params"), ("BackboneFinetuning", "make_trainable"),
+    ("BackboneFinetuning", "unfreeze_and_add_param_group"),
+}  # fmt: skip
 TABLES = {name: table for name, table in catalog._moved_names().items() if name.startswith("methods ")}
 
 
@@ -81,6 +89,7 @@ def test_each_listed_method_of_a_derived_class_is_refused_and_none_of_the_class_
     [
         (callbacks.ModelCheckpoint, "format_checkpoint_name", "callbacks"),
         (callbacks.TQDMProgressBar, "init_train_tqdm", "callbacks"), (loggers.CSVLogger, "finalize", "logger"),
+        (loggers.CSVLogger, "save", "logger"), (loggers.TensorBoardLogger, "experiment", "logger"),
         (sg.Logger, "after_save_checkpoint", "logger"), (strategies.DDPStrategy, "configure_ddp", "strategy"),
         (precisions.MixedPrecision, "convert_input", "precision"),
         (environments.LocalEnvironment, "world_size", "environment"),
@@ -130,6 +139,25 @@ def test_names_that_mean_nothing_to_the_class_are_free():
         refuse(cls)
     assert "finalize" in moved_methods(sg.Logger)
     assert "reduce" not in moved_methods(sg.Strategy)
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        (loggers.CSVLogger, "version"), (loggers.TensorBoardLogger, "log_graph"),
+        (callbacks.ModelCheckpoint, "every_n_epochs"), (callbacks.EMA, "decay"),
+    ],
+)  # fmt: skip
+def test_a_method_or_a_property_in_place_of_an_option_is_refused_where_the_class_is_made(base, name):
+    for own in (lambda self: None, property(lambda self: None)):
+        with pytest.raises(
+            PluginError, match=f"Derived defines {name}, an option of what it derives from; .*{name}= to"
+        ):
+            type("Derived", (base,), {name: own})
+
+    kept = {}
+    own = property(lambda self: kept[name], lambda self, value: kept.update({name: value}))
+    assert getattr(type("Derived", (base,), {name: own})(), name) == kept[name]
 
 
 # --- Methods that are set on a class after it was made ---------------------------------------------------------------
@@ -227,6 +255,61 @@ def test_a_method_that_overrides_one_that_is_called_last_is_called_last(tmp_path
     fit(callbacks=[saves, Counts(), callbacks.EarlyStopping("x", strict=False)], enable_checkpointing=True)
     states = torch.load(saves.best_model_path)["callbacks"]
     assert {"ended": 1} in states.values()
+
+
+def signatures():
+    """Return the arguments of each event of an installed callback, as it takes them."""
+    found = {(event, tuple(arguments_of(event))) for event in ("setup", *EVENTS)}
+    for cls in (each for each in map(callbacks.__getattr__, dir(callbacks)) if issubclass(each, sg.Callback)):
+        for event, _ in found.copy():
+            if hasattr(method := getattr(cls, event), "stratagem_impl"):
+                found.add((event, tuple(inspect.signature(method).parameters)[1:]))
+    return sorted(found)
+
+
+def deriving(base, *events):
+    """Return a class that derives from `base` and calls the methods of its `events` as Lightning's callbacks do."""
+
+    def method(event):
+        return lambda self, *values: getattr(super(own, self), event)(*values)
+
+    return (own := type(f"Own{base.__name__}", (base,), {event: method(event) for event in events}))
+
+
+def test_an_event_may_be_called_with_all_arguments_in_the_order_of_lightning():
+    for event, own in signatures():
+        got = []
+        record = eval(f"lambda {', '.join(('self', *own))}: got.append([{', '.join(own)}])", {"got": got})
+        base = type("Base", (sg.Callback,), {event: sg.hookimpl(record)})
+        given = {name: f"the {name}" for name in arguments_of(event)}
+        given |= {"trainer": SimpleNamespace(run=given.pop("run"))} | ({"dataloader_idx": 0} if len(given) > 5 else {})
+
+        derived = deriving(base, event)()
+        for values in (tuple(given.values()), tuple(given.values())[:5]):
+            getattr(derived, event)(*values)
+            assert got.pop() == [given.get(name, "the run") for name in own], (event, own)
+
+
+def test_what_derives_from_an_installed_callback_may_call_its_events(tmp_path):
+    seen = []
+
+    class Twice(deriving(callbacks.Timer, "on_train_batch_end")):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            seen.append(self.time_elapsed())
+
+    made = [
+        deriving(callbacks.EarlyStopping, "setup", "on_validation_end", "on_train_epoch_end")("x", strict=False),
+        deriving(callbacks.ModelCheckpoint, "on_train_batch_end", "on_train_epoch_end", "on_save_checkpoint")(tmp_path),
+        deriving(callbacks.LearningRateMonitor, "on_train_start", "on_train_batch_start", "on_train_end")(),
+        deriving(callbacks.EMA, "on_train_batch_end", "on_train_end", "on_validation_start")(), Twice(),
+        deriving(callbacks.ProgressBar, "on_train_batch_end", "on_train_epoch_end")(),
+    ]  # fmt: skip
+    trainer = fit(
+        callbacks=made, logger=[loggers.CSVLogger(tmp_path)], enable_checkpointing=True, enable_progress_bar=True
+    )
+    assert len(seen) == 2
+    assert torch.load(trainer.checkpoint_callback.best_model_path)["loop"]
 
 
 # --- migrate ----------------------------------------------------------------------------------------------------------

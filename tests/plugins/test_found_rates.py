@@ -135,8 +135,64 @@ def test_rates_that_the_module_does_not_read_are_scaled(name):
 
 @pytest.mark.parametrize("name", list(OF_THEIR_OWN))
 def test_rates_that_stay_as_they_are_are_refused(name):
-    with pytest.raises(ConfigError, match="has rates of its own that stay as they are; expected .*self.lr"):
+    with pytest.raises(ConfigError, match=r"the schedule's own rates are .*; expected rates .*self\.lr"):
         trained(Scheduled(name, 7.0, fixed=0.03), finder())
+
+
+#: The rates of two groups, made of the module's rate.
+LAYOUTS = {
+    "smaller first": lambda rate: [rate / 10, rate],
+    "larger first": lambda rate: [rate * 3, rate],
+    "scaled": lambda rate: [rate * 8, rate * 8],
+    "first of zero": lambda rate: [0.0, rate],
+}
+OF_GROUPS = {
+    "none": None,
+    "CosineAnnealingLR to a rate": lambda o, rates: schedules.CosineAnnealingLR(o, STEPS, eta_min=max(rates) / 20),
+    "OneCycleLR": lambda o, rates: schedules.OneCycleLR(o, rates, total_steps=STEPS + 1),
+    "CyclicLR": lambda o, rates: schedules.CyclicLR(o, 1e-5, rates, 4, cycle_momentum=False),
+    "SequentialLR": lambda o, rates: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.1, 1.0, 5), schedules.OneCycleLR(o, rates, total_steps=STEPS)], [5]
+    ),
+}
+
+
+class Layout(Scheduled):
+    def __init__(self, layout, name, rate):
+        super().__init__(name, rate)
+        self.layout = layout
+
+    def configure_optimizers(self):
+        rates = self.layout(self.lr)
+        parts = (self.net.bias, self.net.weight)
+        groups = [{"params": [part], "lr": rate} for part, rate in zip(parts, rates, strict=True)]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        if self.name == "none":
+            return optimizer
+        return [optimizer], [{"scheduler": OF_GROUPS[self.name](optimizer, rates), "interval": "step"}]
+
+
+def wide_finder():
+    return LearningRateFinder(min_lr=1e-6, num_training_steps=80)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", list(OF_GROUPS))
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_groups_have_the_rates_that_the_module_computes_from_the_found_one(layout, name):
+    rates = LAYOUTS[layout]
+    used = trained(module := Layout(rates, name, 0.03), search := wide_finder())
+
+    right = search.suggestion / next(rate for rate in rates(1.0) if rate)
+    assert module.lr == pytest.approx(right)
+    expected = trained(Layout(rates, name, right))
+    torch.testing.assert_close(torch.tensor(used), torch.tensor(expected), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("fixed", [lambda rate: [0.01, rate], lambda rate: [rate, 0.02]])
+def test_a_group_whose_own_rate_is_not_computed_from_the_module_is_refused(fixed):
+    with pytest.raises(ConfigError, match=r"the schedule's own rates are .*; expected rates .*self\.lr"):
+        trained(Layout(fixed, "OneCycleLR", 0.03), wide_finder())
 
 
 def test_rates_of_hyper_parameters_are_found_and_update_can_be_left_out():

@@ -101,7 +101,7 @@ def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = Tru
     """Put `state` into `module`.
 
     Raises:
-        CheckpointError: names or shapes differ (names: only if `strict`).
+        CheckpointError: names or shapes differ (names: only if `strict`, or if none fits).
     """
     check_weights({name: getattr(value, "shape", None) for name, value in module.state_dict().items()}, state, strict)
     module.load_state_dict(state, strict=strict)
@@ -113,7 +113,7 @@ def check_weights(shapes: Mapping[str, Any], state: Mapping[str, Any], strict: b
     Raises:
         CheckpointError: names or shapes differ (names: only if `strict`, or if none fits).
     """
-    if shapes and state and not shapes.keys() & state.keys():
+    if shapes and not shapes.keys() & state.keys():
         raise _nothing_fits(list(state), list(shapes))
     if strict:
         way_out = "or set strict_loading = False on the module (strict=False) to load what fits"
@@ -135,9 +135,9 @@ def _nothing_fits(saved: list[str], own: list[str]) -> CheckpointError:
     old, new = old.removesuffix(end), new.removesuffix(end)
     fits = not {new + name.removeprefix(old) for name in saved}.isdisjoint(own)
     rename = f"rename them: `stratagem checkpoint convert FILE NEW --rename '{old or '^'}={new}'`"
-    begin = f"all begin with {old!r}" if old else f"are such as {saved[0]!r}"
+    begin = f"all begin with {old!r}" if old else f"are such as {next(iter(saved), None)!r}"
     return CheckpointError(
-        f"model state has no tensor of this model: its {len(saved)} names {begin}",
+        f"model state has no tensor of this model: {f'its {len(saved)} names {begin}' if saved else 'it is empty'}",
         expected=f"names such as {own[0]!r}", do=rename if fits else "load it into the model that wrote it",
     )  # fmt: skip
 

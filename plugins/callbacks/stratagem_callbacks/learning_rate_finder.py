@@ -37,10 +37,10 @@ class LearningRateFinder(Callback):
     fastest.
 
     Smith, 2015, "Cyclical Learning Rates for Training Neural Networks". The trial steps have no effect on training. If
-    the loss falls no more than its noise, the learning rate is not changed, and a warning is raised. Parameter groups
-    keep the ratios of their rates, and schedules multiply what was found: with schedules `configure_optimizers` is
-    called again. One with rates of its own (OneCycleLR, CyclicLR) must compute them from the module's `attr_name`. A
-    resumed run does not search again.
+    the loss falls no more than its noise, the learning rate is not changed, and a warning is raised. The rate is
+    that of the first parameter group (whose rate is not 0). Other groups keep their ratios to it, as does the module's
+    `attr_name`, and schedules multiply what was found: with schedules `configure_optimizers` is called again. One with
+    rates of its own (OneCycleLR, CyclicLR) must compute them from `attr_name`. A resumed run does not search again.
     """
 
     #: Learning rate of the first step.
@@ -53,7 +53,8 @@ class LearningRateFinder(Callback):
     early_stop_threshold: float | None = field(default=4.0, validator=more_than(1))
     #: Train with the suggestion; otherwise only print it.
     update: bool = True
-    #: Attribute (or hyper-parameter) of the module to set to the suggestion, if the module has it.
+    #: Attribute (or hyper-parameter) of the module to set, if the module has it: to the suggestion, or where the first
+    #: group has 1/10 of it, to 10 times the suggestion.
     attr_name: str = field(default="lr", validator=not_empty)
     #: File for a plot of the losses (PNG; needs matplotlib).
     plot: Path | None = field(default=None, converter=optional(Path))
@@ -95,7 +96,7 @@ class LearningRateFinder(Callback):
 
     def _range_test(self, trainer: TrainerView, step: Any) -> tuple[list[float], list[float]]:
         (optimizer,) = trainer.optimizers
-        ratios = _ratios(optimizer)
+        _, ratios = _searched(trainer)
         rates: list[float] = []
         losses: list[float] = []
         smoothed = best = 0.0
@@ -117,24 +118,28 @@ class LearningRateFinder(Callback):
         return rates, losses
 
     def _apply(self, trainer: TrainerView, module: Any, rate: float) -> None:
-        (optimizer,) = trainer.optimizers
-        ratios, before = _ratios(optimizer), _own_rates(trainer)
-        set_found(module, self.attr_name, rate)
+        searched, ratios = _searched(trainer)
+        rates = [rate * ratio for ratio in ratios]
+        value = getattr(module, self.attr_name, module.hparams.get(self.attr_name))
+        related = isinstance(value, int | float) and value > 0 and searched > 0
+        set_found(module, self.attr_name, rate * (value / searched) if related else rate)
         if trainer.lr_scheduler_configs:
             trainer.configure_again()  # a schedule may compute with the rate
-        if not before:
-            _scale(trainer, [rate * ratio for ratio in ratios])
-        elif _own_rates(trainer) == before:
+        if not (own := _own_rates(trainer)):
+            _scale(trainer, rates)
+        elif not torch.allclose(torch.tensor(own), torch.tensor(rates), rtol=1e-3, atol=0):
             raise ConfigError(
-                f"learning_rate_finder found {rate:.3g}, and the schedule has rates of its own that stay as they are",
+                f"learning_rate_finder found rates of {rates}, and the schedule's own rates are {own}",
                 expected=f"rates that configure_optimizers computes from self.{self.attr_name}",
                 do="compute them from it, or from another attribute and name it in learning_rate_finder.attr_name",
             )
 
 
-def _ratios(optimizer: Any) -> list[float]:
-    bases = [_base(group) for group in optimizer.param_groups]
-    return [base / bases[0] if bases[0] else 1.0 for base in bases]
+def _searched(trainer: TrainerView) -> tuple[float, list[float]]:
+    """Return the rate that the search replaces, that of the first group with one, and the ratios of groups to it."""
+    rates = _own_rates(trainer) or [_base(group) for group in trainer.optimizers[0].param_groups]
+    first = next(filter(None, rates), 0.0)
+    return first, [rate / first if first else 1.0 for rate in rates]
 
 
 def _base(group: dict[str, Any]) -> float:
@@ -146,10 +151,10 @@ def _schedulers(trainer: TrainerView) -> list[Any]:
     return [part for config in trainer.lr_scheduler_configs for part in config.parts()]
 
 
-def _own_rates(trainer: TrainerView) -> list[Any]:
-    """Return the rates that schedules do not multiply: the largest ones of OneCycleLR and CyclicLR."""
+def _own_rates(trainer: TrainerView) -> list[float]:
+    """Return the rates that schedules do not multiply: the largest one of OneCycleLR or CyclicLR for each group."""
     of_groups = [float(group["max_lr"]) for group in trainer.optimizers[0].param_groups if "max_lr" in group]
-    return of_groups + [each.max_lrs for each in _schedulers(trainer) if hasattr(each, "max_lrs")]
+    return of_groups or next((each.max_lrs for each in _schedulers(trainer) if hasattr(each, "max_lrs")), [])
 
 
 def _scale(trainer: TrainerView, rates: list[float]) -> None:

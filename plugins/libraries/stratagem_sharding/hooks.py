@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stratagem.api import hookimpl
-from stratagem.api.named_state import check_weights, load_weights, physical_optimizer_state, taken_out
+from stratagem.api.named_state import check_weights, physical_optimizer_state, taken_out
 from stratagem.errors import ConfigError
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.shards import clip_values, shard_like
@@ -51,7 +51,7 @@ class ShardingHooks:
         own = module.state_dict()
         check_weights({name: getattr(value, "shape", None) for name, value in own.items()}, state, strict)
         mine = {name: shard_like(value, own.get(name)) for name, value in state.items() if _is_here(own.get(name))}
-        load_weights(module, mine, strict and len(mine) == len(state))
+        module.load_state_dict(mine, strict=strict and len(mine) == len(state))
         return True
 
     @hookimpl

@@ -35,10 +35,19 @@ def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequ
     Returns:
         Whether there was one without a mark.
 
+    What they override may be called with the arguments of another trainer: ``super().on_train_end(trainer, module)``.
+
     Raises:
-        PluginError: one takes more arguments than its hook has.
+        PluginError: one takes more arguments than its hook has, or a method has the name of an option.
     """
     found = False
+    for option in getattr(cls, "__attrs_attrs__", ()):
+        own = vars(cls).get(option.name)
+        if isinstance(own, types.FunctionType | property) and not getattr(own, "fset", None):
+            raise PluginError(
+                f"{cls.__name__} defines {option.name}, an option of what it derives from", expected="another name",
+                do=f"choose one, and pass {option.name}= to {cls.__name__}",
+            )  # fmt: skip
     for name in _hooks_of(base):
         owner = next(each for each in cls.__mro__ if name in vars(each))
         method = vars(owner)[name]
@@ -51,6 +60,8 @@ def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequ
         markers = (getattr(vars(each).get(name), "stratagem_impl", None) for each in cls.__mro__)
         if inherited := next((each for each in markers if each and each is not hook.stratagem_impl), None):
             hook.stratagem_impl |= {when: inherited[when] for when in ("tryfirst", "trylast")}
+        for each in (each for each in cls.__mro__ if hasattr(vars(each).get(name), "stratagem_impl")):
+            setattr(each, name, _taking_all(vars(each)[name], arguments_of(name)))
         setattr(cls, name, hook)
         found = True
     return found
@@ -77,6 +88,19 @@ def _as_hook(owner: str, hook: str, method: types.FunctionType, known: Sequence[
         return method(*values, **named)
 
     return hookimpl(_named_as(method, call, names))
+
+
+def _taking_all(method: Any, known: Sequence[str]) -> Callable[..., Any]:
+    """Return a hook so that `super()` may call it with all arguments that the hook has, too, in their order."""
+    own = list(inspect.signature(method).parameters)[1:]
+
+    def call(self: Any, *values: Any, **named: Any) -> Any:
+        names = own if len(values) == len(own) < len(known) - 1 else known
+        given = {"dataloader_idx": 0} | dict(zip(names, values, strict=False)) | named
+        return method(self, *(given[name] if name in given else given["trainer"].run for name in own))
+
+    call.stratagem_impl, call.by_hand = method.stratagem_impl, True  # type: ignore[attr-defined]
+    return method if hasattr(method, "by_hand") else _named_as(method, call, known)
 
 
 def _named_as(method: Any, call: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
