@@ -103,7 +103,7 @@ def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path):
     fsdp = "train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})"
-    script = write(tmp_path, then=fsdp, memory=MEMORY, width=1024)
+    script = write(tmp_path, batch=24, then=fsdp, memory=MEMORY, width=1024)
     code, tree, said = command("plan", tmp_path, "--devices", "2", "--largest-micro-batch", str(script))
     assert code == 0, said
     size = tree["largest_micro_batch"]["size"]
