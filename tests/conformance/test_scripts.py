@@ -108,6 +108,28 @@ def test_an_interpreter_of_its_own_where_start_up_may_differ():
     assert _modules(python, pass_fds=[2]) == "False"
 
 
+def test_folders_of_pythonpath_are_searched_as_by_an_interpreter(tmp_path):
+    for name in ("one", "other", "work", "hiding"):
+        (tmp_path / name).mkdir()
+    for name in ("one", "other"):
+        (tmp_path / name / "mine.py").write_text(f"print({name!r})\n")
+    (tmp_path / "hiding" / "tqdm.py").write_text("print('mine')\n")
+    code = "import sys, mine; print([each for each in sys.path], 'torch' in sys.modules)"
+    options = {"capture_output": True, "text": True, "check": True, "cwd": tmp_path / "work"}
+    searched = {
+        "True": (["../other", "../one"], ["../one", *sys.path, "../other"], ["", "../one"]),
+        "False": (["../hiding", "../one"], ["../one", "../hiding", *sys.path]),
+    }
+
+    for torch_was_there, paths in searched.items():
+        for path in paths:
+            options["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+            theirs = subprocess.run([sys.executable, "-c", code], **options).stdout
+            assert scripts.run([sys.executable, "-c", code], **options).stdout == theirs.replace(
+                "False", torch_was_there
+            )
+
+
 def test_at_the_limit_all_that_the_script_started_is_ended():
     child = "import signal; print('ready', flush=True); signal.pause()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

@@ -6,13 +6,13 @@ import argparse
 import ast
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from plan.fresh import plans
+from programs import scripts
 from stratagem_plan.advise import Advise
 from stratagem_plan.candidates import Candidate, layouts, pipelines
 from stratagem_plan.cost import Interval
@@ -69,7 +69,7 @@ def write(folder, batch=4, then="train()", memory=128e6, width=256):
 def command(name, folder, *words):
     """Return the exit code, the JSON and what was printed."""
     device = ["--device", "small", "--device-file", "small.toml", "--json", "out.json"]
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, "-m", "stratagem", name, *device, *words], capture_output=True, text=True, cwd=folder
     )
     path = folder / "out.json"
@@ -103,7 +103,7 @@ def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path):
     fsdp = "train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})"
-    script = write(tmp_path, then=fsdp, memory=MEMORY, width=1024)
+    script = write(tmp_path, batch=24, then=fsdp, memory=MEMORY, width=1024)
     code, tree, said = command("plan", tmp_path, "--devices", "2", "--largest-micro-batch", str(script))
     assert code == 0, said
     size = tree["largest_micro_batch"]["size"]
@@ -172,6 +172,10 @@ def test_an_average_of_replicas_counts_with_its_part_of_a_step(tmp_path):
 # --- Advice -------------------------------------------------------------------------------------------------------------
 
 
+#: Shares the fixture `advice`.
+ADVISED = pytest.mark.xdist_group("advice")
+
+
 @pytest.fixture(scope="module")
 def advice(tmp_path_factory):
     """Return what `advise` wrote and said about devices on which a whole replica does not fit, and its folder."""
@@ -184,6 +188,7 @@ def advice(tmp_path_factory):
 
 
 @pytest.mark.slow
+@ADVISED
 def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
     tree, said, folder = advice
     (best,) = tree["advice"]
@@ -199,6 +204,7 @@ def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
 
 
 @pytest.mark.slow
+@ADVISED
 def test_advice_has_a_page_and_pictures(advice):
     tree, said, folder = advice
     page = (folder / "advice.html").read_text()
@@ -211,6 +217,7 @@ def test_advice_has_a_page_and_pictures(advice):
 
 
 @pytest.mark.slow
+@ADVISED
 def test_the_advised_batch_fits_and_the_next_does_not(advice):
     tree, _, folder = advice
     (best,) = tree["advice"]
@@ -230,14 +237,20 @@ def test_the_advised_batch_fits_and_the_next_does_not(advice):
 
 
 @pytest.mark.slow
+@ADVISED
 def test_the_code_to_paste_trains(advice):
     tree, _, folder = advice
     given = ast.parse(tree["advice"][0]["code"], mode="eval").body
     options = {each.arg: ast.literal_eval(each.value) for each in given.keywords}
     other = folder / "trained"
     other.mkdir()
-    write(other, batch=tree["advice"][0]["micro_batch"], then=f"train(accelerator='cpu', devices=2, **{options})")
-    done = subprocess.run([sys.executable, "train.py"], cwd=other, capture_output=True, text=True)
+    write(
+        other,
+        batch=tree["advice"][0]["micro_batch"],
+        width=32,
+        then=f"train(accelerator='cpu', devices=2, **{options})",
+    )
+    done = scripts.run([sys.executable, "train.py"], cwd=other, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
 

@@ -9,8 +9,11 @@ import sys
 import pytest
 
 import stratagem as sg
+from programs import scripts
 from stratagem.discovery import registry
 from stratagem.errors import PluginError
+
+pytestmark = pytest.mark.xdist_group("calls of plan")
 
 SCRIPT = """
 import sys, torch, stratagem as sg
@@ -76,7 +79,7 @@ pathlib.Path("out.json").write_text(json.dumps([plans, errors]))
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):
-    """Return the folder of a program that plans its objects, its plans and its errors."""
+    """Return the folder of a program that plans its objects, its plans and its errors; it has an interpreter of its own."""
     folder = tmp_path_factory.mktemp("call")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "calls.py").write_text(CALLS)
@@ -96,7 +99,7 @@ def test_a_call_returns_what_the_command_writes(called, name):
     folder, plans, _ = called
     path = folder / "plan.json"
     words = ["--devices", "1" if name == "single_device" else "2", "--json", str(path), "train.py", name]
-    subprocess.run([sys.executable, "-m", "stratagem", "plan", *words], cwd=folder, check=True, capture_output=True)
+    scripts.run([sys.executable, "-m", "stratagem", "plan", *words], cwd=folder, check=True, capture_output=True)
     written = json.loads(path.read_text())
 
     assert written.pop("script") == f"train.py {name}"
@@ -135,7 +138,7 @@ def test_a_script_that_plans_cannot_be_planned(called):
         "from train import Words, loader, trainer\ntrainer('ddp').plan(Words(), loader, devices=2)\n"
     )
     words = ["--devices", "2", "nested.py"]
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, "-m", "stratagem", "plan", *words], cwd=folder, check=False, capture_output=True, text=True
     )
 

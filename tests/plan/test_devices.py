@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from programs import scripts
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem_plan import devices
@@ -100,13 +100,26 @@ def test_a_wrong_file_is_one_sentence(tmp_path, text, message):
         devices.find("mine", tmp_path / "mine.toml")
 
 
+#: The command, with fewer and smaller things to measure; its ranks are spawned, and import this.
+QUICKLY = """
+import sys
+from stratagem.cli import main
+from stratagem_plan import measure
+measure._SIZES[True] = (64, 128), (1 << 16, 1 << 20), (64,)
+measure._MESSAGES, measure._LONG_ENOUGH = (64, 1 << 16, 1 << 20), 0.01
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 def test_this_machine_becomes_a_device_that_a_step_can_be_predicted_for(tmp_path):
     path, plan = tmp_path / "here.toml", tmp_path / "plan.json"
-    assert main(["plan", "--devices", "2", "--measure", str(path)]) == 0
+    (tmp_path / "quickly.py").write_text(QUICKLY)
+    scripts.run([sys.executable, "quickly.py", "plan", "--devices", "2", "--measure", path], check=True)
     options = ["--devices", "2", "--device", "here", "--device-file", str(path)]
     words = [*options, "--json", str(plan), str(Path(__file__).with_name("train_mlp.py")), "{}"]
-    subprocess.run([sys.executable, "-m", "stratagem", "plan", *words], check=True, capture_output=True)
+    scripts.run([sys.executable, "-m", "stratagem", "plan", *words], check=True, capture_output=True)
     device = devices.find("here", path)
     step, _ = predict(read_plan(plan), device)
 

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,6 +15,7 @@ from browser import browser
 
 from plan.test_simulate import GPT_3, WHOLE
 from plan.transformer import megatron
+from programs import scripts
 from stratagem.cli import main
 from stratagem_pictures.drawings import file_text
 from stratagem_pictures.pages import document, figure
@@ -255,7 +255,7 @@ def test_the_command_plan_writes_a_page_without_times(page, tmp_path):
         "sg.Trainer(max_steps=2, strategy='ddp').fit(Net(), torch.utils.data.DataLoader(torch.ones(64, 512), batch_size=4))\n"
     )
     words = ["--devices", "2", "--html", "page.html", "--svg", "pictures", "train.py", EVIL]
-    done = subprocess.run([sys.executable, "-m", "stratagem", "plan", *words], capture_output=True, text=True)
+    done = scripts.run([sys.executable, "-m", "stratagem", "plan", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     page.open((tmp_path / "page.html").as_uri())
 
@@ -333,7 +333,7 @@ def test_the_pictures_of_the_docs_are_those_of_the_commands(tmp_path):
     section = (docs / "planner.md").read_text().split("## Pictures")[1].split("\n## ")[0]
     for command in re.findall(r"^    stratagem (.*)$", section, re.MULTILINE):
         words = shlex.split(command.replace("tests/plan", str(Path(__file__).parent)))
-        subprocess.run([sys.executable, "-m", "stratagem", *words], check=True, capture_output=True, cwd=tmp_path)
+        scripts.run([sys.executable, "-m", "stratagem", *words], check=True, capture_output=True, cwd=tmp_path)
 
     assert sorted(re.findall(r"pictures/plan/(.*)\.svg", section)) == sorted(ALL)
     for name in ALL:

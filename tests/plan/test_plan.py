@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from plan.evaluation import measured_rows
+from programs import scripts
 from stratagem_plan.allocator import LIBRARY_BYTES
 from stratagem_plan.operators import chunks
 from stratagem_plan.result import CATEGORIES, verdict
@@ -19,11 +20,11 @@ SCRIPT = Path(__file__).with_name("train_gpt.py")
 MEMORY = json.loads(SCRIPT.with_name("memory.json").read_text())["rows"]
 
 
-def plan(folder, *options, script=SCRIPT, **given):
+def plan(folder, *options, script=SCRIPT, run=scripts.run, **given):
     """Return the exit code, the plan file (None if there is none) and what was printed."""
     path = folder / "plan.json"
     words = [*map(str, options), "--json", str(path), str(script), json.dumps(given)]
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "stratagem", "plan", *words], capture_output=True, text=True, cwd=folder
     )  # fmt: skip
     tree = json.loads(path.read_text()) if path.exists() else None
@@ -57,7 +58,7 @@ def sent_for_real(folder, strategy, devices, **given):
     """Return the payloads of a second step on rank 0, by collective, of what is sent for gradients and parameters."""
     given |= {"strategy": strategy, "devices": devices, "count_to": str(folder)}
     given["options"] = given.get("options", {}) | {"accelerator": "cpu"}
-    subprocess.run([sys.executable, SCRIPT, json.dumps(given)], check=True, capture_output=True, cwd=folder)
+    scripts.run([sys.executable, SCRIPT, json.dumps(given)], check=True, capture_output=True, cwd=folder)
     first, second = (json.loads((folder / f"0-{step}.json").read_text()) for step in (0, 1))
     found = {}
     for name, (_, payload) in second.items():
@@ -135,8 +136,12 @@ def test_what_is_reserved_is_what_torchtitan_reads(tmp_path, nodes, gib):
 
 
 def test_a_plan_says_what_is_where(tmp_path):
-    code, tree, said = plan(tmp_path, "--devices", 4, "--nodes", 2, strategy={"name": "fsdp"} | UNITS)
+    """The command as its users start it, with which the forks of the other tests are compared."""
+    asked = {"strategy": {"name": "fsdp"} | UNITS}
+    code, tree, said = plan(tmp_path, "--devices", 4, "--nodes", 2, run=subprocess.run, **asked)
     assert code == 0, said
+    assert "Warning" not in said
+    assert plan(tmp_path, "--devices", 4, "--nodes", 2, **asked)[:2] == (code, tree)
     numbers = 2 * 12 * 128**2 + 2 * 13 * 128 + 500 * 128 * 2 + 64 * 128 + 2 * 128
     (ranks,) = tree["classes"]
 
@@ -420,7 +425,7 @@ def test_a_module_that_is_loaded_is_planned_as_one_that_is_built(tmp_path):
     (tmp_path / "save.py").write_text(
         f"import torch\nfrom torch import nn\nnet = {build}\ntorch.save(nn.Sequential(net, net), 'net.pt')\n"
     )
-    subprocess.run([sys.executable, "save.py"], cwd=tmp_path, check=True)
+    scripts.run([sys.executable, "save.py"], cwd=tmp_path, check=True)
     classes = []
     for made in (f"net = {build}\nwhole = nn.Sequential(net, net)", "whole = torch.load('net.pt', weights_only=False)"):
         text = script_of("", "64, 400", then="train(strategy='fsdp')").replace("nn.Sequential()", "whole")

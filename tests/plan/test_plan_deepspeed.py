@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from plan.test_plan import plan
+from programs import scripts
 from stratagem.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -50,7 +50,7 @@ def counted(folder, script, devices=2, **given):
     file = folder / "counted-0.json"
     given |= {"devices": devices, "counted": str(folder)}
     given["options"] = given.get("options", {}) | {"accelerator": "cpu"}
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, HERE / script, json.dumps(given)], capture_output=True, text=True, cwd=folder
     )  # fmt: skip
     assert file.exists(), done.stderr

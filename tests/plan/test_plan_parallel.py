@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from plan.test_plan import SCRIPT, plan
+from programs import scripts
 from stratagem_plan.allocator import LIBRARY_BYTES
 
 BYTES = pytest.mark.sweep(
@@ -51,7 +51,7 @@ def run(folder, devices, **given):
     """
     given |= {"devices": devices, "count_to": str(folder), "counted": str(folder)}
     given["options"] = {"accelerator": "cpu"}
-    done = subprocess.run([sys.executable, SCRIPT, json.dumps(given)], capture_output=True, text=True, cwd=folder)
+    done = scripts.run([sys.executable, SCRIPT, json.dumps(given)], capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     sent = []
     for rank in range(devices):
@@ -119,6 +119,10 @@ def test_a_plan_sends_and_holds_what_each_rank_of_a_run_does(tmp_path, name, pre
 # --- Pipelines --------------------------------------------------------------------------------------------------------
 
 
+#: Shares the fixture `pipelined`.
+PIPELINED = pytest.mark.xdist_group("plan of a pipeline")
+
+
 @pytest.fixture(scope="module")
 def pipelined(tmp_path_factory):
     """Return the plan of four stages with equal layers, and what was printed."""
@@ -130,6 +134,7 @@ def pipelined(tmp_path_factory):
 
 
 @pytest.mark.slow
+@PIPELINED
 def test_one_rank_of_each_kind_of_stage_is_planned(pipelined):
     tree, said = pipelined
     first, middle, last = tree["classes"]
@@ -168,10 +173,11 @@ def test_a_stage_does_not_keep_converted_parameters_of_others(tmp_path):
 
 
 @pytest.mark.slow
+@PIPELINED
 def test_a_bubble_is_part_of_the_predicted_time(tmp_path, pipelined):
     path = tmp_path / "kept.json"
     path.write_text(json.dumps(pipelined[0]))
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, "-m", "stratagem", "simulate", str(path), "--json", str(path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,8 @@ QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
 }  # fmt: skip
 BATCHES = joined_batches(4, 24)
+#: Cases beside the most telling one.
+WHERE_IT_CHANGED = pytest.mark.when_changed("plugins/deepspeed/")
 PRESETS = (
     "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_1_offload",
     "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
@@ -93,7 +95,13 @@ def _all_refused(rank, world_size, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(pytest.param(f"deepspeed_stage_{stage}", marks=WHERE_IT_CHANGED) for stage in (1, 2)),
+        "deepspeed_stage_3",
+    ],
+)
 def test_what_cannot_be_trained_is_refused_on_all_ranks(strategy):
     for said in run_in_processes(_all_refused, 2, strategy, limit_s=360):
         for sentence, told in said.items():
@@ -106,6 +114,10 @@ def _empty(rank, world_size):
     return [relative_difference(train(world_size, Empty, f"deepspeed_stage_{stage}"), expected) for stage in (1, 2)]
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_checks.py::test_what_cannot_be_trained_is_refused_on_all_ranks",
+)
 @pytest.mark.slow
 def test_a_parameter_without_elements_is_trained_beside_below_stage_3():
     for distances in run_in_processes(_empty, 2, limit_s=360):
@@ -128,6 +140,10 @@ def _counted(rank, world_size):
     return look.found
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_checks.py::test_a_scheduler_of_torch_is_made_on_the_prepared_optimizer",
+)
 @pytest.mark.slow
 def test_the_summary_counts_whole_parameters_at_stage_3():
     size = sum(parameter.numel() for parameter in Net().parameters())
@@ -159,7 +175,10 @@ def _pets(rank, world_size, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", PRESETS)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(each, marks=() if each == "deepspeed_stage_3_offload" else WHERE_IT_CHANGED) for each in PRESETS],
+)
 def test_ranks_that_take_different_ways_are_refused_under_every_preset(strategy):
     for said in run_in_processes(_pets, 2, strategy):
         assert said.startswith("refused: "), said
@@ -174,6 +193,10 @@ def _pets_without_zero(rank, world_size):
     return relative_difference(*weights)
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_checks.py::test_ranks_that_take_different_ways_are_refused_under_every_preset",
+)
 @pytest.mark.slow
 def test_stage_0_averages_what_each_rank_used():
     for distance in run_in_processes(_pets_without_zero, 2):
@@ -201,7 +224,7 @@ def _scheduled(rank, world_size, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(each, marks=WHERE_IT_CHANGED) for each in (1, 2)), 3])
 def test_a_scheduler_of_torch_is_made_on_the_prepared_optimizer(stage):
     for rates, said in run_in_processes(_scheduled, 2, stage):
         assert rates == [5e-3, 2.5e-3, 1.25e-3]

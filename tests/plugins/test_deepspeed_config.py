@@ -27,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
+#: Cases beside the most telling one.
+WHERE_IT_CHANGED = pytest.mark.when_changed("plugins/deepspeed/")
 #: What Lightning's guide shows, with an optimizer that DeepSpeed still has.
 CUSTOM = {
     "zero_allow_untested_optimizer": True,
@@ -601,7 +603,7 @@ def moved_differently(weights, before, reference):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [{"torch_adam": True}, pytest.param({}, marks=pytest.mark.when_changed("plugins/deepspeed/"))],
+    [{"torch_adam": True}, pytest.param({}, marks=WHERE_IT_CHANGED)],
     ids=["Adam of torch", "Adam that is compiled"],
 )
 def test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler(more):
@@ -617,6 +619,10 @@ def test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler(more
     assert moved_differently(weights_on_all_ranks(results), before, reference) < 1e-2
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_config.py::test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler",
+)
 @pytest.mark.slow
 def test_the_offloading_configuration_trains_in_bf16():
     before, reference = train_by_hand(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
@@ -628,7 +634,7 @@ def test_the_offloading_configuration_trains_in_bf16():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(each, marks=WHERE_IT_CHANGED) for each in (1, 2)), 3])
 def test_a_configuration_clips_adam_as_it_says(stage):
     def adam(parameters):
         return torch.optim.AdamW(parameters, lr=1e-2, eps=1.0, weight_decay=0.0)  # whose steps depend on the norm

@@ -251,6 +251,10 @@ def _asked(rank, world_size):
     return asks.refused, asks.shapes, asks.norms
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_manual_writes.py::test_gradients_set_in_a_loop_of_ones_own_are_refused",
+)
 @pytest.mark.slow
 def test_a_hook_reads_the_shape_of_a_partitioned_parameter_and_not_its_values():
     for refused, found, norms in run_in_processes(_asked, 2):
@@ -276,7 +280,7 @@ def _own_loop(rank, world_size, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.when_changed("plugins/deepspeed/")), 3])
 def test_gradients_set_in_a_loop_of_ones_own_are_refused(stage):
     for said in run_in_processes(_own_loop, 2, stage):
         assert said.startswith("refused: something reads or changes .grad of 'net.0.weight'"), said

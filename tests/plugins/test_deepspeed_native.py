@@ -31,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(6, 24)
 STAGES = (1, 2, 3)
+#: Cases beside the most telling one.
+WHERE_IT_CHANGED = pytest.mark.when_changed("plugins/deepspeed/")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -260,7 +262,7 @@ def _own_loop(rank, world_size, path, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=WHERE_IT_CHANGED), 3])
 def test_a_loop_of_ones_own_goes_back(stage, tmp_path):
     for losses in run_in_processes(_own_loop, 2, tmp_path / "x.ds", stage):
         assert losses[3:6] == losses[6:9]
@@ -472,6 +474,9 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path):
         assert replaced
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/", guard="tests/plugins/test_deepspeed_native.py::test_a_save_that_fails_leaves_the_old_one"
+)
 @pytest.mark.slow
 def test_only_its_own_is_removed_or_written_over(written, foreign, tmp_path):
     own, others = tmp_path / "own.ds", tmp_path / "others"
@@ -545,7 +550,7 @@ def test_a_program_consolidates(written, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(each, marks=() if each == 3 else WHERE_IT_CHANGED) for each in STAGES])
 def test_one_file_holds_the_weights_that_training_ended_with(written, stage, tmp_path):
     path, results = written(stage)
     assert main(["checkpoint", "consolidate", "--trust", str(path), str(tmp_path / "one.ckpt")]) == 0
@@ -564,7 +569,7 @@ def test_one_file_holds_the_weights_that_training_ended_with(written, stage, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "prefix"), [(2, ""), (3, "_forward_module.")])
+@pytest.mark.parametrize(("stage", "prefix"), [pytest.param(2, "", marks=WHERE_IT_CHANGED), (3, "_forward_module.")])
 def test_folders_of_other_programs_are_consolidated(stage, prefix, tmp_path):
     """Stages 2 and 3 by a plain script, with what a trainer keeps beside the weights."""
     from stratagem_deepspeed import convert_zero_checkpoint_to_fp32_state_dict
@@ -610,6 +615,9 @@ def _without_frozen(rank, world_size, path):
     return said, torch.equal(frozen, Varied().net[2].weight), steps
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/", guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit"
+)
 @pytest.mark.slow
 def test_what_is_frozen_can_be_left_out(tmp_path):
     from stratagem_deepspeed import convert_zero_checkpoint_to_fp32_state_dict as convert
@@ -638,6 +646,9 @@ def _from_whole_weights(rank, world_size, path, shards):
     return found, _resume(rank, world_size, strategy, shards)
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/", guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit"
+)
 @pytest.mark.slow
 def test_whole_weights_alone_are_taken_at_stage_3(written, tmp_path):
     trainer = sg.Trainer(max_epochs=1, **QUIET)

@@ -170,6 +170,9 @@ def test_nothing_is_said_from_import_to_checkpoint(how, case, tmp_path):
     assert [line.split(" ")[0] for line in said] == ["training", "checkpoint:"], said  # how the fit ended
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/", guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HEARD)
 def test_the_users_own_warnings_are_heard(how, tmp_path):
@@ -178,6 +181,9 @@ def test_the_users_own_warnings_are_heard(how, tmp_path):
     assert heard.count("all_gather_into_tensor` is deprecated") == 2, heard  # one each rank
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/", guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HEARD)
 def test_a_level_turns_deepspeeds_log_on_again(how, tmp_path):
@@ -294,7 +300,7 @@ def _closed_after_the_next(rank, world_size, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", [pytest.param("deepspeed_stage_1", marks=WHERE_IT_CHANGED), "deepspeed_stage_3"])
 def test_a_run_whose_group_has_gone_can_be_closed_after_the_next(strategy):
     assert run_in_processes(_closed_after_the_next, 1, strategy) == [False]
 
@@ -320,7 +326,10 @@ def _forks_after_an_error(rank, world_size, strategy, destroys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "destroys"), [("deepspeed_stage_2", True), ("deepspeed_stage_3", False)])
+@pytest.mark.parametrize(
+    ("strategy", "destroys"),
+    [("deepspeed_stage_2", True), pytest.param("deepspeed_stage_3", False, marks=WHERE_IT_CHANGED)],
+)
 def test_forks_train_after_a_fit_of_one_process_that_failed(strategy, destroys):
     [weights] = run_in_processes(_forks_after_an_error, 1, strategy, destroys, limit_s=60)
 
@@ -344,6 +353,10 @@ def _alone(rank, world_size):
     return weights, left
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_second_run_of_a_process_talks_over_a_new_group",
+)
 @pytest.mark.slow
 def test_one_process_that_nobody_launched_trains_and_keeps_its_environment():
     ((weights, left),) = run_in_processes(_alone, 1)
@@ -363,6 +376,10 @@ def _place(rank, world_size):
     return seen, theirs.os is os, deepspeed.comm.is_initialized()
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_second_run_of_a_process_talks_over_a_new_group",
+)
 def test_deepspeed_sees_the_place_of_the_process_until_it_leaves():
     assert run_in_processes(_place, 2) == [(("0", "2", True), True, False), (("1", "2", True), True, False)]
 
@@ -420,28 +437,24 @@ def test_the_users_optimizer_decides():
     assert run_in_processes(_of_the_users, 1, limit_s=900) == [[["cpu_adam"], []]]
 
 
-def _advice(rank, world_size, config, optimizer):
+def _advice(rank, world_size, cases):
     run = connected()
-    weights = [torch.nn.Parameter(torch.ones(2))]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        start.advise(config, optimizer(weights, lr=0.1), run)
-    return [str(warning.message) for warning in said]
+    weights, found = [torch.nn.Parameter(torch.ones(2))], []
+    for config, optimizer in cases:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            start.advise(config, optimizer(weights, lr=0.1), run)
+        found.append([str(warning.message) for warning in said])
+    return found
 
 
-def test_rank_0_tells_of_the_faster_optimizer_for_offload():
-    first, second = run_in_processes(_advice, 2, configuration(offload="cpu"), torch.optim.Adam)
+def test_rank_0_tells_of_a_faster_optimizer_for_offload():
+    nothing_is_faster = [(configuration(), torch.optim.AdamW), (configuration(offload="cpu"), torch.optim.SGD)]
+    first, second = run_in_processes(_advice, 2, [*nothing_is_faster, (configuration(offload="cpu"), torch.optim.Adam)])
 
-    assert len(first) == 1
-    assert "DeepSpeedCPUAdam(parameters, ..., adamw_mode=False)" in first[0]
-    assert second == []
-
-
-@pytest.mark.parametrize(
-    ("config", "optimizer"), [(configuration(), torch.optim.AdamW), (configuration(offload="cpu"), torch.optim.SGD)]
-)
-def test_it_says_nothing_where_nothing_is_faster(config, optimizer):
-    assert run_in_processes(_advice, 2, config, optimizer) == [[], []]
+    assert [len(said) for said in first] == [0, 0, 1]
+    assert "DeepSpeedCPUAdam(parameters, ..., adamw_mode=False)" in first[2][0]
+    assert second == [[], [], []]
 
 
 # --- Building them -----------------------------------------------------------------------------------------------
@@ -491,6 +504,10 @@ def test_two_ranks_that_want_an_op_at_once_build_it_once(tmp_path, capfd):
     assert not (tmp_path / "tiny" / "lock").exists()
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_two_ranks_that_want_an_op_at_once_build_it_once",
+)
 @pytest.mark.slow
 def test_a_built_op_needs_no_compiler_in_another_environment(tmp_path):
     run_in_processes(_answer, 1, tmp_path)
@@ -498,6 +515,10 @@ def test_a_built_op_needs_no_compiler_in_another_environment(tmp_path):
     assert run_in_processes(_answer, 2, tmp_path, tmp_path / "empty", "elsewhere") == [42, 42]
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_two_ranks_that_want_an_op_at_once_build_it_once",
+)
 @pytest.mark.slow
 def test_an_op_of_other_versions_is_built_again(tmp_path, capfd):
     run_in_processes(_answer, 1, tmp_path)
@@ -514,6 +535,10 @@ def _broken(rank, world_size, folder):
     return error_of(tiny(folder, source="#include <nowhere.h>").load)
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_rank_without_a_compiler_makes_all_say_how_to_do_without",
+)
 def test_what_the_compiler_says_is_passed_on(tmp_path):
     (said,) = run_in_processes(_broken, 1, tmp_path)
 
@@ -655,6 +680,10 @@ def _without_libaio(rank, world_size, folder):
     return error_of(lambda: start.prepare_ops(["async_io"], run))
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_rank_without_a_compiler_makes_all_say_how_to_do_without",
+)
 def test_without_libaio_all_ranks_say_how_to_do_without(tmp_path):
     (tmp_path / "cc").write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec gcc "$@"\n')
     (tmp_path / "cc").chmod(0o755)
@@ -673,6 +702,10 @@ def _unwritable(rank, world_size, file):
     return error_of(lambda: start.prepare_ops(["cpu_adam"], run))
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_rank_without_a_compiler_makes_all_say_how_to_do_without",
+)
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     first, second = run_in_processes(_unwritable, 2, tmp_path / "file")

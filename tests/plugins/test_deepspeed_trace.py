@@ -22,6 +22,8 @@ QUIET = {
     "num_sanity_val_steps": 0,
 }  # fmt: skip
 BATCHES = joined_batches(7, 24)
+#: Cases beside the most telling one.
+WHERE_IT_CHANGED = pytest.mark.when_changed("plugins/deepspeed/")
 #: Far above what a refusal may take, and far below what a test may: a rank that waits fails the test.
 TIMEOUT_S = 40
 
@@ -170,8 +172,10 @@ def _penalized(rank, world_size, gathers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "gathers"),
+    [*(pytest.param(*each, marks=WHERE_IT_CHANGED) for each in ((1, False), (1, True), (2, False))), (2, True)],
+)
 def test_gradients_of_gradients_are_refused(world_size, gathers):
     for said in run_in_processes(_penalized, world_size, gathers, limit_s=2 * TIMEOUT_S):
         assert said.startswith("refused: a gradient is computed with create_graph=True, and stage 3 releases"), said
@@ -192,7 +196,7 @@ def _compiled(rank, world_size, how):
     return outcome(lambda: train(world_size, lambda: Compiled(how), strategy(False)))
 
 
-@pytest.mark.parametrize("how", ["method", "function"])
+@pytest.mark.parametrize("how", ["method", pytest.param("function", marks=WHERE_IT_CHANGED)])
 def test_a_compiled_part_is_refused_at_the_start(how):
     for said in run_in_processes(_compiled, 2, how):
         assert said.startswith("refused: 'cat' is compiled, and stage 3 gathers"), said

@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from stratagem_testing.processes import LAUNCH_VARIABLES
 
+#: Read at start-up: a fork puts these folders into `sys.path`.
+_SEARCHED = "PYTHONPATH"
+_PATH = tuple(sys.path)
+
 #: Variables that no import of the server reads. A command with another value of any other variable gets an interpreter
 #: of its own. (scikit-learn, torch's compiler, DeepSpeed and MLflow set the last five when they are imported.)
 _READ_LATE = (
     *LAUNCH_VARIABLES, "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "COLUMNS", "LINES", "PWD",
-    "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "TMPDIR",
+    "OLDPWD", "SHLVL", _SEARCHED, "_", "NO_COLOR", "TERM", "TMPDIR",
     "CUBLAS_WORKSPACE_CONFIG", "DS_ACCELERATOR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR",
     "PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID",
 )  # fmt: skip
@@ -68,13 +75,54 @@ def _request(
     differing = [name for name in variables | dict(environment) if variables.get(name) != environment.get(name)]
     if variables.get("OMP_NUM_THREADS") != "1" or not all(_is_read_late(name) for name in differing):
         return None
+    added = _folders(variables, folder) if _SEARCHED in differing else []
+    if _SEARCHED in differing and (_SEARCHED in environment or _hide_a_module(added)):
+        return None
     unbuffered = words[:2] == [sys.executable, "-u"]
     program = _program(words[:1] + words[2:] if unbuffered else words, folder)
     return program and {
         "program": program, "unbuffered": unbuffered, "cwd": folder, "env": variables, "new_session": new_session,
         "command": words if words[0] == sys.executable else [sys.executable, *words],
-        "own_variables": [f"{name}={variables[name]}" for name in differing if name in variables],
+        "path": added, "own_variables": [f"{name}={variables[name]}" for name in differing if name in variables],
     }  # fmt: skip
+
+
+def _folders(variables: Mapping[str, str], folder: str) -> list[str]:
+    """Return what PYTHONPATH adds to `sys.path` of a program that starts in `folder`."""
+    named = variables.get(_SEARCHED)
+    return [os.path.abspath(os.path.join(folder, each)) for each in named.split(os.pathsep)] if named else []
+
+
+def _hide_a_module(folders: Sequence[str]) -> bool:
+    """Whether `folders` have modules of their own with names of those that an interpreter, torch or stratagem may import."""
+    if any(map(os.path.isfile, folders)):  # ZIP files
+        return True
+    names = {each.name.partition(".")[0] for folder in filter(os.path.isdir, folders) for each in _modules(folder)}
+    known = [name for name in names if name in _known_modules() or name in sys.modules or name.startswith("stratagem")]
+    return any(_origin(name, [*folders, *_PATH]) != _origin(name, _PATH) for name in known)
+
+
+def _modules(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as found:
+        return list(filter(_is_module, found))
+
+
+def _is_module(entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir():
+        return os.path.isfile(os.path.join(entry.path, "__init__.py"))  # others do not come before a module
+    return entry.name.endswith((".py", ".pyc", ".so"))
+
+
+def _origin(name: str, folders: Sequence[str]) -> str | None:
+    spec = PathFinder.find_spec(name, folders)
+    return spec and spec.origin
+
+
+@cache
+def _known_modules() -> frozenset[str]:
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    names = {each.name.partition(".")[0] for folder in installed for each in _modules(folder)}
+    return frozenset(names | sys.stdlib_module_names | {"sitecustomize", "usercustomize"})
 
 
 def _is_read_late(name: str) -> bool:

@@ -179,6 +179,7 @@ def _run(request: dict[str, Any]) -> None:
     sys.orig_argv[:] = request["command"]
     kind, program, arguments = request["program"]
     sys.argv[:] = [program if kind == "file" else f"-{kind}", *arguments]
+    sys.path[1:] = dict.fromkeys([*request["path"], *sys.path[1:]])  # as the module site does
     try:
         if kind == "m":
             sys.path[0] = os.getcwd()

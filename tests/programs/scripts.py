@@ -44,6 +44,9 @@ PRELOAD = (
     "stratagem_checkpoints.one_file", "stratagem_ddp.strategy", "stratagem_ddp.presets", "stratagem_environments_local",
     "stratagem_fit.commands", "stratagem_fsdp", "stratagem_launchers_local", "stratagem_logger_csv",
     "stratagem_precision", "stratagem_single_device",
+    # `stratagem plan`, and what plans import:
+    "stratagem_plan.command", "stratagem_plan.script", "stratagem_plan.variants", "stratagem_parallel.planned",
+    "torch.distributed.pipelining", "torch.nn.attention.flex_attention", "torch.utils._sympy.reference",
 )  # fmt: skip
 
 #: The folder in which the server finds this package.

@@ -45,6 +45,8 @@ class PlanChecks(StrategyChecks):
     unplannable: ClassVar[str | None] = ""
     #: Share of the peak of a run that its plan may leave out.
     peak_tolerance: ClassVar[float] = 0.01
+    #: What starts `stratagem plan`: a subclass of `subprocess.Popen` may start it faster.
+    popen: ClassVar[type[subprocess.Popen[str]]] = subprocess.Popen
 
     def test_a_plan_says_what_a_run_sends_and_holds(self, world_size: int) -> None:
         """Calls and bytes of every collective of a step are equal, and a plan's peak is not below that of the run.
@@ -81,18 +83,22 @@ class PlanChecks(StrategyChecks):
             script = Path(__file__).with_name("planned_script.py")
             words = ["--devices", str(world_size), "--json", str(folder / "plan"), str(script), str(folder / "job")]
             clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-            done = subprocess.run(
-                [sys.executable, "-m", "stratagem", "plan", *words], capture_output=True, text=True, cwd=folder,
-                env=clean | {"PYTHONPATH": os.pathsep.join(sys.path)}, timeout=_LIMIT_S, check=False,
-            )  # fmt: skip
-            if self.unplannable is None and done.returncode == _CANNOT_BE_PLANNED:
-                pytest.skip(done.stderr)
+            with self.popen(
+                [sys.executable, "-m", "stratagem", "plan", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, cwd=folder, env=clean | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            ) as process:  # fmt: skip
+                try:
+                    output, errors = process.communicate(timeout=_LIMIT_S)
+                finally:
+                    process.kill()
+            if self.unplannable is None and process.returncode == _CANNOT_BE_PLANNED:
+                pytest.skip(errors)
             if self.unplannable:
                 said = f"`unplannable` is {self.unplannable!r}, and"
-                assert done.returncode == _CANNOT_BE_PLANNED, f"{said} the strategy can be planned: {done.stdout}"
-                assert self.unplannable in done.stderr, f"{said} planning is refused for another reason: {done.stderr}"
-                pytest.skip(done.stderr)
-            assert done.returncode == _FITS, f"`stratagem plan` failed; set `unplannable` if it must: {done.stderr}"
+                assert process.returncode == _CANNOT_BE_PLANNED, f"{said} the strategy can be planned: {output}"
+                assert self.unplannable in errors, f"{said} planning is refused for another reason: {errors}"
+                pytest.skip(errors)
+            assert process.returncode == _FITS, f"`stratagem plan` failed; set `unplannable` if it must: {errors}"
             classes: list[dict[str, Any]] = json.loads((folder / "plan").read_text())["classes"]
         return classes
 
