@@ -43,16 +43,20 @@ docs: $(STAMP)-docs
 docs-serve: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --watch core --watch plugins --watch scripts/site
 
-# Tests of DeepSpeed need an operation that it compiles: once on a machine, kept in the user's cache directory.
+# Many tests of DeepSpeed, which run where its plugin changed, need an operation that it compiles: in minutes, once on a
+# machine, kept in the user's cache directory.
+OPS_IF_CHANGED = if $(BIN)/python tests/selection.py plugins/deepspeed/; then $(MAKE) ops; fi
 ops: $(STAMP)-dev
 	$(BIN)/stratagem deepspeed build-ops cpu_adam
 
 # At least one case of every promise: see tests/selection.py.
-test: $(STAMP)-dev lint types ops
+test: $(STAMP)-dev lint types
+	$(OPS_IF_CHANGED)
 	$(PYTEST) -m "$(EVERY_PUSH)" tests
 
 # While you work: no test of more than 0.4 seconds, no kit, no grid of runs.
-test-quick: $(STAMP)-dev ops
+test-quick: $(STAMP)-dev
+	$(OPS_IF_CHANGED)
 	$(PYTEST) -m "$(EVERY_PUSH) and not slow" tests/core tests/plugins tests/repository
 
 # What the files that differ from BASE (the last commit) are likely to affect.
@@ -65,7 +69,8 @@ test-all: $(STAMP)-dev ops
 	$(BIN)/python scripts/test_all.py -n $(WORKERS) --shard $(SHARD)
 
 # make test with what each test costs, in test-costs.jsonl and as sums by class and by file.
-test-profile: $(STAMP)-dev ops
+test-profile: $(STAMP)-dev
+	$(OPS_IF_CHANGED)
 	$(PYTEST) -m "$(EVERY_PUSH)" --costs test-costs.jsonl tests
 
 # Which test of make test guards each promise whose other cases only make test-all runs, into promises.md.

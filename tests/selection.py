@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
+import sys
 import zlib
 from collections import defaultdict
 from functools import cache
@@ -291,3 +293,8 @@ def _public_names(path: Path) -> set[str]:
     return {name for name in found if name[0] != "_"} | {
         point.name for point in points if point.group.startswith("stratagem.") and point.module.startswith(of_package)
     }
+
+
+if __name__ == "__main__":  # whether a file changed in one of the folders that are given
+    changed = changed_files(os.environ.get("STRATAGEM_TESTS_BASE")) or ()
+    sys.exit(not any(path.startswith(tuple(sys.argv[1:])) for path in changed))
