@@ -45,7 +45,7 @@ def _timed(action: str) -> Any:
 
 
 def _switch(ends: str, begins: str, *, first: bool) -> Any:
-    """Return a hook that ends one action and begins another, before other plugins if `first`; "" is no action."""
+    """Return a hook that ends one action and begins another, before other plugins if `first`; "" stands for none."""
 
     def switch(self: SimpleProfiler) -> None:
         self._end(ends)
