@@ -12,7 +12,8 @@ from xml.etree.ElementTree import Element
 from attrs import asdict
 
 from stratagem.errors import ConfigError
-from stratagem_pictures.drawings import file_text, style, tag
+from stratagem_pictures import style
+from stratagem_pictures.drawings import file_text, tag
 from stratagem_pictures.pages import document, figure, listed, table
 from stratagem_pictures.scales import number, si
 from stratagem_plan import pictures
