@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 
 import pytest
 import torch
 
 import stratagem as sg
 from stratagem.api.kinds import CheckpointFormat
-from stratagem.api.paths import replace_text
+from stratagem.api.paths import replace_text, replacing
 from stratagem.checkpoint import files as checkpoint
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
 from stratagem.checkpoint.single_process import SingleProcessRun
@@ -269,12 +268,25 @@ def test_a_pipe_in_the_way_is_not_waited_for(tmp_path):
 
 def test_a_new_file_is_never_one_that_was_there(tmp_path, monkeypatch):
     (tmp_path / "victim").write_text("precious")
-    (tmp_path / "a.taken.staged").symlink_to(tmp_path / "victim")
-    (tmp_path / "a.taken2.staged").write_text("precious")
-    tokens = iter(["taken", "taken2", "free"])
-    monkeypatch.setattr(secrets, "token_hex", lambda _: next(tokens))
+    (tmp_path / "a.000000000000.staged").symlink_to(tmp_path / "victim")
+    (tmp_path / "a.010101010101.staged").write_text("precious")
+    tokens = iter([bytes(6), b"\1" * 6, b"\2" * 6])
+    monkeypatch.setattr(os, "urandom", lambda _: next(tokens))
 
     replace_text(tmp_path / "a", "mine")
 
     assert (tmp_path / "a").read_text() == "mine"
-    assert (tmp_path / "victim").read_text() == (tmp_path / "a.taken2.staged").read_text() == "precious"
+    assert (tmp_path / "victim").read_text() == (tmp_path / "a.010101010101.staged").read_text() == "precious"
+    assert next(tokens, None) is None
+
+
+def test_a_file_that_cannot_be_filled_replaces_none(tmp_path):
+    replace_text(tmp_path / "a", "old")
+
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a", durable=True) as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    with pytest.raises(FileNotFoundError):
+        replace_text(tmp_path / "none" / "a", "new")
+
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "old"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -65,3 +66,24 @@ def test_an_error_of_another_kind_keeps_all_frames(tmp_path):
 
     assert "stratagem_trainer" in error
     assert error.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_torchruns_file_has_the_sentence_or_the_whole_traceback(tmp_path):
+    file = tmp_path / "error.json"
+    variables = {"TORCHELASTIC_ERROR_FILE": str(file)}
+    error = printed(tmp_path, options='strategy="dpp",', **variables)
+    told = json.loads(file.read_text())["message"]
+
+    assert error.startswith("PluginError in main (")
+    assert error.count("\n") == 1
+    assert told["message"] == error.rstrip("\n")
+    assert told["extraInfo"].keys() == {"timestamp"}
+    file.unlink()
+    error = printed(tmp_path, line="1 / 0", **variables)
+    told = json.loads(file.read_text())["message"]
+    assert error.splitlines()[-1] == told["message"] == "ZeroDivisionError: division by zero"
+    assert "in training_step" in told["extraInfo"]["py_callstack"]
+    file.write_text("of record")
+    assert "Traceback" in printed(tmp_path, line="1 / 0", **variables)
+    assert file.read_text() == "of record"
+    assert printed(tmp_path, options='strategy="dpp",', **variables | {"RANK": "1"}) == ""

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.resources import files
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
+from stratagem_pictures import style
 from stratagem_pictures.scales import Scale, si
 
 WIDTH = 360.0
 #: Left and right end of what is drawn over an axis of its own labels.
 LEFT, RIGHT = 54.0, 346.0
-
-
-def style(*names: str) -> str:
-    """Return style sheets of this package. "palette" has colours of both schemes; its class ``c1`` is the first."""
-    return "".join((files("stratagem_pictures") / f"{name}.css").read_text(encoding="utf-8") for name in names)
 
 
 def tag(name: str, /, *children: Element | str, **attributes: object) -> Element:

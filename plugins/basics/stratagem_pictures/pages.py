@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from stratagem_pictures.drawings import style, tag
+from stratagem_pictures import style
+from stratagem_pictures.drawings import tag
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

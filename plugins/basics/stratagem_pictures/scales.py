@@ -32,6 +32,11 @@ class Scale:
         return _log_ticks(self.low, self.high) if self.logarithmic else _ticks(self.low, self.high)
 
 
+def number(value: float) -> str:
+    """Return `value` with three digits, or more where it is 1,000 or larger."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def si(value: float, unit: str = "") -> str:
     """Return `value` with three digits and a decimal prefix: "8.07 GB"."""
     size = abs(float(f"{value:.3g}"))

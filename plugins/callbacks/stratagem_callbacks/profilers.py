@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
@@ -20,12 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
-
     from stratagem_trainer.api import TrainerView
-
-
-T = TypeVar("T")
 
 
 def _folder(trainer: TrainerView, dirpath: Path | None) -> Path:
@@ -37,6 +32,27 @@ def _folder(trainer: TrainerView, dirpath: Path | None) -> Path:
             f"a profiler's dirpath is {str(folder)!r} ({error.strerror})", expected="a folder to write to"
         ) from error
     return folder
+
+
+def _timed(action: str) -> Any:
+    """Return a wrapper of a hook that measures it as `action`."""
+
+    def timed(self: SimpleProfiler) -> Generator[None, Any, Any]:
+        with self._measuring(action):
+            return (yield)
+
+    return hookimpl(wrapper=True)(timed)
+
+
+def _switch(ends: str, begins: str, *, first: bool) -> Any:
+    """Return a hook that ends one action and begins another, before other plugins if `first`; "" stands for none."""
+
+    def switch(self: SimpleProfiler) -> None:
+        self._end(ends)
+        if begins:
+            self._begin(begins)
+
+    return hookimpl(tryfirst=first, trylast=not first)(switch)
 
 
 @define(eq=False, kw_only=True)
@@ -73,37 +89,13 @@ class SimpleProfiler(Callback):
             self.seconds[action] += time.perf_counter() - began
             self.calls[action] += 1
 
-    def _timed(self, action: str) -> Generator[None, T, T]:
-        with self._measuring(action):
-            return (yield)
-
-    @hookimpl(wrapper=True)
-    def transfer_batch(self) -> Generator[None, Any, Any]:
-        return (yield from self._timed("batch to device"))
-
-    @hookimpl(wrapper=True)
-    def backward(self) -> Generator[None, bool, bool]:
-        return (yield from self._timed("backward"))
-
-    @hookimpl(wrapper=True)
-    def clip_gradients(self) -> Generator[None, Tensor | float, Tensor | float]:
-        return (yield from self._timed("clipping"))
-
-    @hookimpl(wrapper=True)
-    def step_optimizers(self) -> Generator[None, bool, bool]:
-        return (yield from self._timed("optimizer step"))
-
-    @hookimpl(wrapper=True)
-    def save_checkpoint(self) -> Generator[None, bool, bool]:
-        return (yield from self._timed("saving"))
-
-    @hookimpl(wrapper=True)
-    def load_checkpoint(self) -> Generator[None, dict[str, Any], dict[str, Any]]:
-        return (yield from self._timed("loading"))
-
-    @hookimpl(wrapper=True)
-    def wrap_model(self) -> Generator[None, nn.Module, nn.Module]:
-        return (yield from self._timed("wrapping the model"))
+    transfer_batch = _timed("batch to device")
+    backward = _timed("backward")
+    clip_gradients = _timed("clipping")
+    step_optimizers = _timed("optimizer step")
+    save_checkpoint = _timed("saving")
+    load_checkpoint = _timed("loading")
+    wrap_model = _timed("wrapping the model")
 
     @hookimpl
     def step_context(self, stage: str) -> AbstractContextManager[Any]:
@@ -117,48 +109,30 @@ class SimpleProfiler(Callback):
         finally:
             self._end(action)
 
+    on_train_batch_start = _switch("next batch", "training batch", first=True)
+    on_train_batch_end = _switch("training batch", "next batch", first=False)
+    on_sanity_check_start = _switch("", "sanity check", first=True)
+    on_sanity_check_end = _switch("sanity check", "", first=False)
+    on_validation_epoch_start = _switch("", "next validation batch", first=False)
+    on_validation_batch_start = _switch("next validation batch", "validation batch", first=True)
+    on_validation_batch_end = _switch("validation batch", "next validation batch", first=False)
+    on_test_epoch_start = _switch("", "next test batch", first=False)
+    on_test_batch_start = _switch("next test batch", "test batch", first=True)
+    on_test_batch_end = _switch("test batch", "next test batch", first=False)
+    on_predict_epoch_start = _switch("", "next predict batch", first=False)
+    on_predict_batch_start = _switch("next predict batch", "predict batch", first=True)
+    on_predict_batch_end = _switch("predict batch", "next predict batch", first=False)
+
     @hookimpl(tryfirst=True)
     def on_train_start(self) -> None:
         self._begin("training")
         self._begin("next batch")
 
     @hookimpl(tryfirst=True)
-    def on_train_batch_start(self) -> None:
-        self._end("next batch")
-        self._begin("training batch")
-
-    @hookimpl(trylast=True)
-    def on_train_batch_end(self) -> None:
-        self._end("training batch")
-        self._begin("next batch")
-
-    @hookimpl(tryfirst=True)
-    def on_sanity_check_start(self) -> None:
-        self._begin("sanity check")
-
-    @hookimpl(trylast=True)
-    def on_sanity_check_end(self) -> None:
-        self._end("sanity check")
-
-    @hookimpl(tryfirst=True)
     def on_validation_start(self, trainer: TrainerView) -> None:
         self._open.pop("next batch", None)
         if not trainer.sanity_checking:
             self._begin("validation")
-
-    @hookimpl(trylast=True)
-    def on_validation_epoch_start(self) -> None:
-        self._begin("next validation batch")
-
-    @hookimpl(tryfirst=True)
-    def on_validation_batch_start(self) -> None:
-        self._end("next validation batch")
-        self._begin("validation batch")
-
-    @hookimpl(trylast=True)
-    def on_validation_batch_end(self) -> None:
-        self._end("validation batch")
-        self._begin("next validation batch")
 
     @hookimpl(trylast=True)
     def on_validation_end(self) -> None:
@@ -170,64 +144,33 @@ class SimpleProfiler(Callback):
     def on_test_start(self) -> None:
         self._start("test")
 
-    @hookimpl(trylast=True)
-    def on_test_epoch_start(self) -> None:
-        self._begin("next test batch")
-
-    @hookimpl(tryfirst=True)
-    def on_test_batch_start(self) -> None:
-        self._end("next test batch")
-        self._begin("test batch")
-
-    @hookimpl(trylast=True)
-    def on_test_batch_end(self) -> None:
-        self._end("test batch")
-        self._begin("next test batch")
-
-    @hookimpl(trylast=True)
-    def on_test_end(self, trainer: TrainerView) -> None:
-        self._open.pop("next test batch", None)
-        self._end("test")
-        self._report(trainer, "test")
-
     @hookimpl(tryfirst=True)
     def on_predict_start(self) -> None:
         self._start("predict")
-
-    @hookimpl(trylast=True)
-    def on_predict_epoch_start(self) -> None:
-        self._begin("next predict batch")
-
-    @hookimpl(tryfirst=True)
-    def on_predict_batch_start(self) -> None:
-        self._end("next predict batch")
-        self._begin("predict batch")
-
-    @hookimpl(trylast=True)
-    def on_predict_batch_end(self) -> None:
-        self._end("predict batch")
-        self._begin("next predict batch")
 
     @hookimpl(tryfirst=True)
     def on_predict_epoch_end(self) -> None:
         self._open.pop("next predict batch", None)  # what follows does not load a batch
 
     @hookimpl(trylast=True)
-    def on_predict_end(self, trainer: TrainerView) -> None:
-        self._end("predict")
-        self._report(trainer, "predict")
+    def on_train_end(self, trainer: TrainerView) -> None:
+        self._stop(trainer, "training", "next batch")
 
     @hookimpl(trylast=True)
-    def on_train_end(self, trainer: TrainerView) -> None:
-        self._open.pop("next batch", None)
-        self._end("training")
-        self._report(trainer, "training")
+    def on_test_end(self, trainer: TrainerView) -> None:
+        self._stop(trainer, "test", "next test batch")
+
+    @hookimpl(trylast=True)
+    def on_predict_end(self, trainer: TrainerView) -> None:
+        self._stop(trainer, "predict")
 
     def _start(self, stage: str) -> None:
         self._before = {action: (seconds, self.calls[action]) for action, seconds in self.seconds.items()}
         self._begin(stage)
 
-    def _report(self, trainer: TrainerView, stage: str) -> None:
+    def _stop(self, trainer: TrainerView, stage: str, unfinished: str = "") -> None:
+        self._open.pop(unfinished, None)
+        self._end(stage)
         text = self.summary(stage)
         self._before = {}
         trainer.print(text)

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.options import redact
-from stratagem_pictures.drawings import style
+from stratagem_pictures import style
 from stratagem_report.charts import Chart, chart, marks, not_finite, quantity
 from stratagem_report.facts import TIME, Facts, shown
 from stratagem_report.figures import byte_unit, count, duration, number, rate

@@ -8,7 +8,6 @@ from typing import Any
 
 from attrs import asdict
 
-from stratagem_plan.cost import Interval
 from stratagem_plan.search import Explorer, Planned, beats, front
 
 #: The strategies that guides name for models of fewer parameters than this.
@@ -73,7 +72,7 @@ def advice(number: int, planned: Planned, best: list[Planned], limit: float) -> 
     part = f"{planned.peak / 1e9:,.1f} GB, {planned.peak / limit:.0%} of the memory"
     tight = "; tight, for what the allocator reserves" if planned.is_tight else ""
     title = f"{number}. {', '.join(reasons(planned, best))}"
-    return title, code, f"{_time(planned.step_s)} a step; {part}{tight}"
+    return title, code, f"{planned.step_s.time()} a step; {part}{tight}"
 
 
 def _code(planned: Planned) -> str:
@@ -175,15 +174,6 @@ def _memory(one: Planned, other: Planned) -> str:
 def _gigabytes(num_bytes: float) -> str:
     amount = num_bytes / 1e9
     return f"{amount:,.1f} GB" if amount >= 1 else f"{amount:.2g} GB"
-
-
-def _time(step_s: Interval) -> str:
-    value, unit = (step_s.times(1e3), "ms") if step_s.expected < 1 else (step_s, "s")
-    return f"{_figures(value.expected)} {unit} ({_figures(value.low)} to {_figures(value.high)})"
-
-
-def _figures(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from attrs import frozen
 
+from stratagem_pictures.scales import number
 from stratagem_plan.devices import MEASURED, Device, Link, Rates, find
 from stratagem_plan.plan_file import Collective, Plan, RankClass, Work
 
@@ -46,6 +47,14 @@ class Interval:
     def under(self, numerator: float) -> Interval:
         """Return `numerator` divided by it: a rate, if it is a time."""
         return Interval(numerator / self.high, numerator / self.expected, numerator / self.low)
+
+    def words(self, unit: str = "") -> str:
+        """Return the expected value with the bounds: "11.2 ms (10.6 to 17.8)"."""
+        return f"{number(self.expected)}{unit} ({number(self.low)} to {number(self.high)})"
+
+    def time(self) -> str:
+        """Return `words` of seconds, as milliseconds if they are fewer than 1."""
+        return self.times(1e3).words(" ms") if self.expected < 1 else self.words(" s")
 
 
 @frozen(kw_only=True)

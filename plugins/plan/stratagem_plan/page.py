@@ -12,9 +12,10 @@ from xml.etree.ElementTree import Element
 from attrs import asdict
 
 from stratagem.errors import ConfigError
-from stratagem_pictures.drawings import file_text, style, tag
+from stratagem_pictures import style
+from stratagem_pictures.drawings import file_text, tag
 from stratagem_pictures.pages import document, figure, listed, table
-from stratagem_pictures.scales import si
+from stratagem_pictures.scales import number, si
 from stratagem_plan import pictures
 from stratagem_plan.cost import Interval, predict
 from stratagem_plan.devices import Device
@@ -173,11 +174,8 @@ def _tiles(plan: Plan, device: Device, result: Simulation | None) -> Iterator[El
 
 
 def _tile(name: str, value: Interval, unit: str = "") -> Element:
-    def shown(number: float) -> str:
-        return si(number, unit) if unit else f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
-
-    bounds = f"{shown(value.low)} to {shown(value.high)}"
-    return tag("div", tag("dt", name), tag("dd", shown(value.expected)), tag("dd", bounds))
+    low, expected, high = (si(each, unit) if unit else number(each) for each in (value.low, value.expected, value.high))
+    return tag("div", tag("dt", name), tag("dd", expected), tag("dd", f"{low} to {high}"))
 
 
 def _tables(plan: Plan, result: Simulation | None) -> Iterator[Element]:

@@ -11,8 +11,8 @@ from attrs import asdict
 
 from stratagem.api import Command
 from stratagem.errors import ConfigError
+from stratagem_pictures.scales import number
 from stratagem_plan import page
-from stratagem_plan.cost import Interval
 from stratagem_plan.devices import find
 from stratagem_plan.plan_file import read_plan
 from stratagem_plan.simulate import Simulation, simulate
@@ -73,7 +73,7 @@ def _print(result: Simulation) -> None:
     for title, scales in (("weak scaling", result.weak_scaling), ("strong scaling", result.strong_scaling)):
         table = Table("nodes", "devices", "step", f"{result.unit}/s", "efficiency", box=None, pad_edge=False)
         for each in scales:
-            rate, step = _number(each.inputs_per_s.expected), _time(each.step_s)
+            rate, step = number(each.inputs_per_s.expected), each.step_s.time()
             table.add_row(f"{each.nodes:,}", f"{each.devices:,}", step, rate, f"{each.efficiency:.0%}")
         if scales:
             console.print(f"\n{title}", table, sep="\n")
@@ -87,12 +87,12 @@ def _print(result: Simulation) -> None:
 def _lines(result: Simulation) -> list[tuple[str, str]]:
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in result.parts_s.items() if seconds)
     lines = [
-        ("step", _time(result.step_s)),
+        ("step", result.step_s.time()),
         ("", parts),
         ("communication", f"{result.communication_s:.3g} s, of which {result.parts_s['exposed']:.3g} s exposed"),
-        (f"{result.unit}/s", _show(result.inputs_per_s)),
-        ("MFU, without recomputation", _show(result.model_flops_utilization.times(100), " %")),
-        ("HFU, with recomputation", _show(result.hardware_flops_utilization.times(100), " %")),
+        (f"{result.unit}/s", result.inputs_per_s.words()),
+        ("MFU, without recomputation", result.model_flops_utilization.times(100).words(" %")),
+        ("HFU, with recomputation", result.hardware_flops_utilization.times(100).words(" %")),
     ]
     if saves := result.saves:
         text = f"every {saves.every_s / 60:.3g} min or {saves.every_steps:,} steps, {saves.overhead:.1%} more time"
@@ -100,17 +100,5 @@ def _lines(result: Simulation) -> list[tuple[str, str]]:
         lines.append(("checkpoint", text))
     for name, value in (("days", result.days), ("device hours", result.device_hours), ("cost", result.cost)):
         if value:
-            lines.append((name, _show(value)))
+            lines.append((name, value.words()))
     return lines
-
-
-def _time(seconds: Interval) -> str:
-    return _show(seconds.times(1e3), " ms") if seconds.expected < 1 else _show(seconds, " s")
-
-
-def _show(value: Interval, unit: str = "") -> str:
-    return f"{_number(value.expected)}{unit} ({_number(value.low)} to {_number(value.high)})"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
