@@ -130,5 +130,7 @@ def test_an_empty_state_is_refused(tmp_path):
         lambda: Loose.load_from_checkpoint(path, strict=False),
         lambda: check_weights({"net.0.bias": torch.Size([2])}, {}, strict=False),
     ):
-        with pytest.raises(CheckpointError, match="model state has no tensor of this model: it is empty; expected names"):
+        with pytest.raises(
+            CheckpointError, match="model state has no tensor of this model: it is empty; expected names"
+        ):
             load()
