@@ -232,6 +232,22 @@ def test_classes_are_importable_by_kind():
         from stratagem.strategies import WarpStrategy  # noqa: F401
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("accelerators", "CPUAccelerator"), ("callbacks", "EarlyStopping"), ("checkpoints", "FullCheckpoint"),
+        ("comm_hooks", "TopK"), ("environments", "LocalEnvironment"), ("launchers", "ForkLauncher"),
+        ("loggers", "CSVLogger"), ("precisions", "MixedPrecision"), ("strategies", "DDPStrategy"),
+    ],
+)  # fmt: skip
+def test_a_star_imports_the_classes_of_a_kind(module, name):
+    space = {}
+    exec(f"from stratagem.{module} import *", space)
+
+    assert isinstance(space[name], type)
+    assert {*space} - {"__builtins__"} == {*dir(sys.modules[f"stratagem.{module}"])}
+
+
 def test_python_m_stratagem_is_the_same_program():
     result = subprocess.run(
         [sys.executable, "-m", "stratagem", "plugins", "list", "--kind", "strategy"],

@@ -215,6 +215,43 @@ def test_forks_train_after_a_run_of_one_process_that_was_not_closed(strategy, er
     assert relative_difference(model.state_dict(), reference) < 1e-6
 
 
+class BuiltInSetup(Net):
+    """Makes its layers in `setup`, or lets a callback or a data module do so."""
+
+    def setup(self, stage):
+        if not hasattr(self, "more"):
+            self.more = torch.nn.Linear(1, 1).requires_grad_(False)
+
+
+class BuildsIt(sg.Callback):
+    def setup(self, trainer, pl_module, stage):
+        BuiltInSetup.setup(pl_module, stage)
+
+
+class BuildsItToo(sg.DataModule):
+    def setup(self, stage):
+        BuiltInSetup.setup(self.trainer.lightning_module, stage)
+
+    def train_dataloader(self):
+        return joined_batches(2, 16)
+
+
+def test_layers_that_setup_makes_in_a_fork_are_refused_before_training():
+    said = "setup made 'more.bias', which the process that launched this one lacks .*__init__ or configure_model"
+    for model, callbacks, data in (
+        (BuiltInSetup(), [], None), (BuiltInSetup(), [BuildsIt()], None), (BuiltInSetup(), [], BuildsItToo()),
+    ):  # fmt: skip
+        model.setup = (lambda stage: None) if callbacks or data else model.setup
+        trainer, loader = forked(joined_batches(2, 16), callbacks, launcher="fork")
+        with pytest.raises(ConfigError, match=said):
+            trainer.fit(model, **({"datamodule": data} if data else {"train_dataloaders": loader}))
+
+    trainer, loader = forked(joined_batches(2, 16), launcher="fork")
+    (model := BuiltInSetup()).setup("fit")
+    trainer.fit(model, loader)
+    assert trainer.global_step
+
+
 class Preloading(sg.Callback):
     def __init__(self):
         self.asked = []

@@ -12,6 +12,7 @@ import sys
 import venv
 from pathlib import Path
 
+import attrs
 import pytest
 
 import stratagem as sg
@@ -120,6 +121,45 @@ def test_what_the_page_calls_the_same_exists_and_what_it_calls_refused_does_not(
         assert not refused & here[title], title
         assert not set(same) & set(differs), title
     assert sum(len(same) + len(differs) for same, differs in page.values()) > 300
+
+
+#: Lightning's defaults of the Trainer's arguments that are not None.
+DEFAULTS = {
+    "accelerator": "auto", "accumulate_grad_batches": 1, "barebones": False, "check_val_every_n_epoch": 1,
+    "detect_anomaly": False, "devices": "auto", "fast_dev_run": False, "inference_mode": True, "max_steps": -1,
+    "num_nodes": 1, "overfit_batches": 0.0, "reload_dataloaders_every_n_epochs": 0, "strategy": "auto",
+    "sync_batchnorm": False, "use_distributed_sampler": True, "enable_autolog_hparams": True,
+}  # fmt: skip
+
+
+def test_each_default_of_lightnings_trainer_means_the_same_when_it_is_passed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    same, differs = sections()["Arguments of the Trainer"]
+    defaults = {name: DEFAULTS.get(name) for name in [*same, *differs] if name != "enable_autolog_hparams"}
+    assert DEFAULTS.keys() <= {*same, *differs}
+    plain = sg.Trainer()
+    fields = [each.name for each in attrs.fields(type(plain.settings)) if each.name not in ("origins", "options")]
+
+    for given in (*({name: value} for name, value in defaults.items()), defaults):
+        trainer = sg.Trainer(**given)
+        for name in fields:
+            assert getattr(trainer.settings, name) == getattr(plain.settings, name) or name == "callbacks", (
+                given,
+                name,
+            )
+        assert [type(each) for each in trainer.callbacks] == [type(each) for each in plain.callbacks]
+        assert [type(each) for each in trainer.loggers] == [type(each) for each in plain.loggers]
+    with pytest.raises(ConfigError, match="leave it out: save_hyperparameters"):
+        sg.Trainer(enable_autolog_hparams=True)
+
+
+def test_none_for_an_argument_that_is_never_none_keeps_what_a_file_sets(tmp_path):
+    (file := tmp_path / "run.toml").write_text("log_every_n_steps = 3\nchecks = 'spike_detection'\n")
+    trainer = sg.Trainer.from_config(file, log_every_n_steps=None, checks=None, num_sanity_val_steps=None)
+    assert (trainer.settings.log_every_n_steps, trainer.settings.checks) == (3, None)
+    assert trainer.settings.num_sanity_val_steps == 2
+    with pytest.raises(ConfigError, match="has no argument 'max_epoch'"):
+        sg.Trainer(max_epoch=None)
 
 
 @pytest.mark.when_changed(

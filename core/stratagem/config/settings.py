@@ -9,9 +9,9 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
 
-from attrs import define, field, frozen
+from attrs import define, field, fields, frozen
 
 from stratagem.api.options import as_list, build, changes, convert_options, option_types, options_in
 from stratagem.api.paths import is_remote
@@ -128,12 +128,14 @@ class RunSettings:
 def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ()) -> S:
     """Return settings of class `cls` from `layers` and then `code`; later ones override earlier ones.
 
-    None for `default_root_dir` means its default.
+    None in `code` for an argument that is never None means its default.
 
     Raises:
         ConfigError: an unknown argument, or a value of the wrong type or range, with the origin of the value.
     """
-    given = {name: value for name, value in code.items() if not (name == "default_root_dir" and value is None)}
+    types = option_types(cls)
+    kept = {each.name for each in fields(cls) if each.default is None or type(None) in get_args(types.get(each.name))}
+    given = {name: value for name, value in code.items() if value is not None or name in kept or name not in types}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     options: dict[str, dict[str, PluginOption]] = {}
@@ -160,17 +162,13 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
                 do=f"pass the URL to the plugin that writes there, such as ModelCheckpoint(dirpath={str(folder)!r})",
             )  # fmt: skip
     folder = settings.default_root_dir
-    root = next(
-        each for each in (folder, *folder.parents) if os.path.exists(each)
-    )  # unlike Path.exists, where it may not be asked
+    root = next(each for each in (folder, *folder.parents) if os.path.exists(each))  # Path.exists may raise an error
     if not root.is_dir():
         raise ConfigError(
             f"default_root_dir is {str(folder)!r} ({origins.get('default_root_dir', 'default')}), and {root} is a file",
             expected="a folder, or a path where one can be made", do="name another folder",
         )  # fmt: skip
-    settings.chosen.update(chosen)
-    settings.origins.update(origins)
-    settings.options.update(options)
+    settings.chosen, settings.origins, settings.options = chosen, origins, options
     return settings
 
 
@@ -283,12 +281,12 @@ def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
             end_with_sentence()
             others = {name: arguments.pop(name) for name in [*arguments] if name not in known}
             added = added_arguments(settings) if others else []
-            for name in others:
-                if name not in added:
+            for name in [name for name in others if name not in added]:
+                instead = moved_names("arguments").get(name)
+                if others.pop(name) is not None or not instead:  # None asks for nothing
                     raise ConfigError(
                         f"{owner} has no argument {name!r}", expected="one of its arguments",
-                        do=moved_names("arguments").get(name) or nearest(name, [*known, *added])
-                        or f"see help(stratagem.{owner})",
+                        do=instead or nearest(name, [*known, *added]) or f"see help(stratagem.{owner})",
                     )  # fmt: skip
             self._given, self._sources = arguments | others, sources
             init(self, *values, **arguments)

@@ -22,6 +22,8 @@ def class_finder(kind: str) -> Callable[[str], Any]:
     """
 
     def find(name: str) -> Any:
+        if name == "__all__":  # from stratagem.callbacks import *
+            return class_names(kind)
         if name.startswith("__"):
             raise AttributeError(name)
         entries = registry.entries(kind)

@@ -101,7 +101,7 @@ class TrainerSettings(RunSettings):
     #: Train on this many batches (int), or this share (float); the same batches in every epoch.
     overfit_batches: int | float = field(default=0, validator=batch_limit)
     #: Callbacks that end a fit which has gone wrong; None trains on. "finite" is left out where it is not installed.
-    checks: Any = "finite"
+    checks: Any | None = "finite"
     #: Raise an error at the operation that makes a gradient NaN; slow.
     detect_anomaly: bool = False
     #: Validate, test and predict under `torch.inference_mode` instead of `torch.no_grad`; not within a fit, nor with

@@ -115,16 +115,21 @@ class StageRunner:
                 except Exception as caught:  # noqa: BLE001 - raised on all ranks
                     error = caught
             run.collectives.fail_together(error)
+        before = dict(self.module.named_parameters())
         if self.request.datamodule is not None and _defines(self.request.datamodule, "setup"):
             self.request.datamodule.setup(self.request.stage)
         run.hooks.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.request.stage, run=run)
         # Parameters that must not be lost: trained ones, and those that a strategy has sharded.
         matter = self.module.__dict__.get(BUILT, False) or (run.shards_parameters and BUILT in self.module.__dict__)
-        before = dict(self.module.named_parameters()) if matter else {}
         self.module.setup(self.request.stage)
+        if run.is_worker and (added := dict(self.module.named_parameters()).keys() - before):
+            raise ConfigError(
+                f"setup made {min(added)!r}, which the process that launched this one lacks and would get back",
+                expected="layers made in __init__ or configure_model", do='move it, or set launcher="subprocess"',
+            )  # fmt: skip
         with run.init_context(empty=run.shards_parameters):
             build(self.module)
-        self._check_kept(before)
+        self._check_kept(before if matter else {})
 
     def _check_kept(self, before: dict[str, torch.nn.Parameter]) -> None:
         """Refuse a `setup` that replaced parameters of `before`, unless a checkpoint has the values of all."""
