@@ -107,10 +107,10 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(config, items):
-    """Leave cases to `make test-all`, keep those of DeepSpeed on one worker, and keep the tests of one shard."""
+    """Leave cases to `make test-all`, keep heavy imports on one worker, and keep the tests of one shard."""
     for item in items:
-        uses_deepspeed = "deepspeed" in item.nodeid.lower() or "deepspeed_preloaded" in item.fixturenames
-        if uses_deepspeed and not item.get_closest_marker("xdist_group"):
+        is_heavy = "deepspeed" in item.nodeid.lower() or not _PRELOADED.isdisjoint(item.fixturenames)
+        if is_heavy and not item.get_closest_marker("xdist_group"):
             item.add_marker(selection.HEAVY)
     selection.leave_to_test_all(items, config.getoption("--base"))
     unguarded = selection.unguarded(items) if _asks_for_all(config) else None
@@ -185,6 +185,22 @@ def need():
         pytest.skip(reason)
 
     return check
+
+
+#: Fixtures of tests that share a worker.
+_PRELOADED = {"deepspeed_preloaded", "transformers_preloaded", "torchmetrics_preloaded"}
+
+
+@pytest.fixture(scope="session")
+def transformers_preloaded():
+    """Importing a model of transformers takes seconds: once here, and not in each process that a test forks."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM, transformers.MixtralForCausalLM
+
+
+@pytest.fixture(scope="session")
+def torchmetrics_preloaded():
+    return pytest.importorskip("torchmetrics")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Train with a fault on one rank: python lab.py KIND STRATEGY WORLD_SIZE LAUNCHER TIMEOUT_S FOLDER.
+"""Train with a fault on one rank: python lab.py KIND STRATEGY WORLD_SIZE LAUNCHER TIMEOUT_S FOLDER [NODES BAD_RANK].
 
 The line that a good diagnosis names ends in a comment, ``# KIND`` or ``# KIND others``.
 """
@@ -28,8 +28,7 @@ from stratagem.callbacks import ModelCheckpoint
 
 kind, strategy, launcher, folder = sys.argv[1], sys.argv[2], sys.argv[4], sys.argv[6]
 world_size, timeout_s = int(sys.argv[3]), float(sys.argv[5])
-BAD = 0 if kind.startswith("rank_0_") else int(os.environ.get("BAD_RANK", "1"))
-NODES = int(os.environ.get("NODES", "1"))
+NODES, BAD = map(int, sys.argv[7:] or (1, not kind.startswith("rank_0_")))
 SAVES = ("stuck_save", "error_in_save", "rank_0_full_disk")
 CHECKS = {"parameter_written": [{"name": "replicas", "every_n_steps": 1}]}
 VALIDATES = ("error_in_validation", "stuck_validation", "collective_in_validation")

@@ -1,4 +1,7 @@
-"""Runs that die or hang say which rank, why and where: real processes, with and without our launcher."""
+"""Runs that die or hang say which rank, why and where: real processes, with and without our launcher.
+
+The programs of `make test` are forks of one that has imported torch; those of `make test-all` have interpreters of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
+from programs import scripts
 
 from . import kinds
 
@@ -27,19 +31,19 @@ NOT_FOR = {
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a full disk")
 
 
-def run(kind, strategy, world_size, launcher, folder):
+def run(kind, strategy, world_size, launcher, folder, start=scripts.run):
     words = [sys.executable, str(LAB), kind, strategy, str(world_size), launcher, str(TIMEOUT_S), str(folder / "run")]
     if launcher == "torchrun":
         words[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = start(words, env=env, capture_output=True, text=True, timeout=300, check=False)
     lines = (done.stdout + done.stderr).splitlines(keepends=True)
     # what a slow machine is told
     return done.returncode, "".join(line for line in lines if not line.startswith("stratagem: waiting for rank"))
 
 
-def check(kind, strategy, world_size, launcher, folder):
-    code, text = run(kind, strategy, world_size, launcher, folder)
+def check(kind, strategy, world_size, launcher, folder, start=scripts.run):
+    code, text = run(kind, strategy, world_size, launcher, folder, start)
 
     assert code != 0, text
     assert kinds.judge(kind, text, world_size) == kinds.Judgement(rank=True, cause=True, place=True), text
@@ -62,7 +66,8 @@ def test_the_messages_of_the_page_are_those_of_runs(kind, tmp_path):
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     shown = re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)
     assert len(shown) == len(OF_THE_PAGE)
-    code, text = run(kind, "ddp", 3, "fork", tmp_path)
+    start = subprocess.run if kind == "exit_0" else scripts.run  # one as its users start it
+    code, text = run(kind, "ddp", 3, "fork", tmp_path, start)
 
     assert code != 0, text
     assert kinds.judge(kind, text, 3) == kinds.Judgement(rank=True, cause=True, place=True), text
@@ -75,7 +80,7 @@ def test_the_messages_of_the_page_are_those_of_runs(kind, tmp_path):
 def test_torchrun_ends_the_others_and_one_of_them_says_why(tmp_path):
     check("size", "ddp", 2, "torchrun", tmp_path)
     (folder,) = tmp_path.glob("stratagem-*")
-    shown = subprocess.run(
+    shown = scripts.run(
         [sys.executable, "-m", "stratagem", "postmortem", str(folder)], capture_output=True, text=True, check=False
     )
 
@@ -94,7 +99,7 @@ def test_two_machines_compare_what_their_ranks_did(tmp_path):
     for node in range(2):
         folder = tmp_path / str(node)
         folder.mkdir()
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "BAD_RANK": "3", "NODES": "2"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         words = [
             *torchrun,
             "--node-rank",
@@ -107,7 +112,8 @@ def test_two_machines_compare_what_their_ranks_did(tmp_path):
             str(TIMEOUT_S),
             str(folder),
         ]
-        machines.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        words += ["2", "3"]
+        machines.append(scripts.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     texts = [machine.communicate(timeout=300)[0] for machine in machines]
 
     for text in texts:
@@ -126,13 +132,13 @@ EVERY = [
 def test_each_kind_under_each_strategy(kind, strategy, tmp_path):
     if strategy in NOT_FOR.get(kind, ()):
         pytest.skip("the strategy refuses it, or does not notice it")
-    check(kind, strategy, 2 if strategy != "ddp" else 3, "fork", tmp_path)
+    check(kind, strategy, 2 if strategy != "ddp" else 3, "fork", tmp_path, subprocess.run)
 
 
 @pytest.mark.sweep(guard="tests/faults/test_faults.py::test_torchrun_ends_the_others_and_one_of_them_says_why")
 @pytest.mark.parametrize("kind", EVERY)
 def test_each_kind_under_torchrun(kind, tmp_path):
-    check(kind, "ddp", 3, "torchrun", tmp_path)
+    check(kind, "ddp", 3, "torchrun", tmp_path, subprocess.run)
 
 
 def test_torchrun_does_not_see_that_a_rank_called_exit_and_the_others_say_it(tmp_path):
@@ -155,7 +161,7 @@ def test_nothing_is_told_of_a_signal_that_was_meant_to_end_the_run(tmp_path):
 def test_no_rank_is_blamed_for_the_end_of_the_launcher(tmp_path):
     code, text = run("launcher_killed", "ddp", 2, "fork", tmp_path)
     (folder,) = tmp_path.glob("stratagem-*")
-    told = subprocess.run(
+    told = scripts.run(
         [sys.executable, "-m", "stratagem", "postmortem", str(folder)], capture_output=True, text=True, check=False
     )
 

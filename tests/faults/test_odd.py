@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from programs import scripts
+
 from . import odd
 
 SCRIPT = Path(odd.__file__)
@@ -23,7 +25,7 @@ CLAIMS = re.compile(
 )
 
 
-def run(what, folder):
+def run(what, folder, start=scripts.Popen):
     """Return the exit code, the output and the folders that a variant left."""
     chosen, temporary, work = odd.variant(what), folder / "temporary", folder / "work"
     temporary.mkdir(parents=True)
@@ -33,7 +35,7 @@ def run(what, folder):
         words[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", chosen["world"]]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
     with (folder / "out").open("w") as out:
-        process = subprocess.Popen(words, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = start(words, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             if chosen["outside"] != "nothing":
                 send(process, chosen["outside"], work / "ready.0")
@@ -57,9 +59,9 @@ def send(process, outside, ready):
         (os.killpg if to_all else os.kill)(process.pid, signal.Signals[name])
 
 
-def check(what, folder):
+def check(what, folder, start=scripts.Popen):
     chosen = odd.variant(what)
-    code, text, left = run(what, folder)
+    code, text, left = run(what, folder, start)
 
     assert CLAIMS.search(text) is None, text
     if chosen["launcher"] != "torchrun" or not (chosen["end"] == "os_exit" or chosen["outside"] != "nothing"):
@@ -87,4 +89,4 @@ def test_an_unusual_run_without_a_fault_blames_nobody(what, tmp_path):
 @pytest.mark.sweep(guard="tests/faults/test_odd.py::test_an_unusual_run_without_a_fault_blames_nobody")
 @pytest.mark.parametrize("number", range(200))
 def test_each_variant_blames_nobody(number, tmp_path):
-    check(str(number), tmp_path)
+    check(str(number), tmp_path, subprocess.Popen)

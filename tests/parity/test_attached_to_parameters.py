@@ -97,7 +97,9 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_attached_to_parameters_holds_or_is_refused(name):
+def test_what_is_attached_to_parameters_holds_or_is_refused(name, request):
+    if name.startswith("deepspeed"):
+        request.getfixturevalue("deepspeed_preloaded")
     refused = REFUSED[name] | {Foreign: FOREIGN}
     choose = {"strategy": STRATEGIES[name], "accelerator": "cpu"}
     both = run_in_processes(train_each, 2, choose, lambda module: module, BATCHES, ALL)

@@ -24,7 +24,7 @@ STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 OFFLOADS = ("deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload")
 ACCUMULATE = (1, 3)
 MAX_NORM = (None, 0.5)
-BATCHES = joined_batches(20, 24)
+BATCHES = joined_batches(10, 24)
 #: Cases beside the most telling one.
 WHERE_IT_CHANGED = pytest.mark.when_changed("plugins/deepspeed/")
 

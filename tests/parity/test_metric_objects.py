@@ -44,6 +44,7 @@ def _validate(rank, world_size, strategy):
     return found
 
 
+@pytest.mark.usefixtures("torchmetrics_preloaded")
 @pytest.mark.every_push("tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ class Mixture(Net):
             self.net = nn.Sequential(nn.Linear(16, 16), layer(16, 8, 8), layer(16, 8, 8, top=1), nn.Linear(16, 1))
 
 
-BATCHES = joined_batches(20, 24)
-WINDOWS = ((1, None), (1, 0.5), (3, None), (3, 0.5))
+BATCHES = joined_batches(7, 24)  # the last window is short
+WINDOWS = ((1, None), (3, 0.5))
 CASES = {
     "2": (2, {"expert": 2}),
     "4": (4, {"expert": 4}),
@@ -119,7 +119,7 @@ class Mixtral(sg.Module):
 
 
 def _train_mixtral(rank, world_size, implementation):
-    tokens = torch.randint(23, (20, 8, 6), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(23, (7, 8, 6), generator=torch.Generator().manual_seed(1))
     batches = [(each, each) for each in tokens]
     plain, norms = train_module_plainly(Mixtral(implementation), batches, 1, None)
     trainer = sg.Trainer(strategy="expert_parallel", devices=world_size, **QUIET)
@@ -127,6 +127,7 @@ def _train_mixtral(rank, world_size, implementation):
     return relative_difference(weights_of(trainer), plain), max(norms)
 
 
+@pytest.mark.usefixtures("transformers_preloaded")
 @pytest.mark.every_push("grouped_mm")
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
