@@ -262,7 +262,7 @@ class MLflowLogger(Logger):
             # By default MLflow would put artifacts of a local store into the working directory.
             artifacts = self._folder.joinpath("mlartifacts", quote(self.experiment_name, safe="")) if local else None
             with contextlib.suppress(_mlflow().MlflowException):  # another run may have created it meanwhile
-                return client.create_experiment(self.experiment_name, None if artifacts is None else artifacts.as_uri())
+                return client.create_experiment(self.experiment_name, None if artifacts is None else artifacts.as_uri())  # type: ignore[no-any-return]
             found = client.get_experiment_by_name(self.experiment_name)
         if found is None or found.lifecycle_stage != "active":
             raise ConfigError(

@@ -21,11 +21,8 @@ PACKAGES = sorted(
 ENGINES = {path.parent.name: "# quick" in path.read_text().splitlines() for path in ROOT.glob("contrib/*/engine.lock")}
 
 
-#: The package that `make test` tests even where nothing changed, and one test of another one, with a real cluster.
+#: The package that `make test` tests even where nothing changed.
 ALWAYS = "bf16_feedback"
-SCENARIO = pytest.param(
-    ROOT / "contrib" / "ray", "test_the_page_trains_on_two_machines_as_one_process_does", id="ray-one"
-)
 
 
 def when_changed(name):
@@ -42,7 +39,7 @@ def cases(package):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "only"), [SCENARIO, *(case for path in PACKAGES for case in cases(path))])
+@pytest.mark.parametrize(("package", "only"), [case for path in PACKAGES for case in cases(path)])
 def test_its_wheel_passes_its_tests(package, only, tmp_path):
     # What pip does with a package whose backend is flit and whose wheel has only Python: build it, and unpack it.
     build = f"from flit_core import buildapi; buildapi.build_wheel({str(tmp_path)!r})"

@@ -261,6 +261,7 @@ def _read(rank, world_size, streams):
     return model.epochs[:2]
 
 
+@pytest.mark.sweep(guard="tests/core/test_batches.py::test_each_epoch_has_another_order")
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["map-style", "stream"])
 def test_each_rank_reads_its_share_in_another_order_in_each_epoch(streams):

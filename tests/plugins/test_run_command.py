@@ -493,7 +493,7 @@ def test_a_manifest(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.every_push("--nodes 1 --gpus 2")
+@pytest.mark.sweep(guard="tests/plugins/test_run_command.py::test_a_manifest")
 @pytest.mark.parametrize(
     "words", ["", "--nodes 1 --gpus 2", "--nodes 3 --cpus 2 --memory 3G --time 2h --env A=1 --requeue --namespace n"]
 )

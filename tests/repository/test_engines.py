@@ -67,8 +67,8 @@ def test_names_and_arguments_of_pytest(engines, capfd):
 
 def test_a_name_without_an_engine_is_refused(engines, capfd):
     with pytest.raises(SystemExit):
-        engines.main(["wandb"])
-    assert "wandb has no engine.lock; expected some of a_killed, b_fails" in capfd.readouterr().err
+        engines.main(["central"])
+    assert "central has no engine.lock; expected some of a_killed, b_fails" in capfd.readouterr().err
 
 
 @pytest.mark.slow
