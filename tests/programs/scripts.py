@@ -43,7 +43,10 @@ PRELOAD = (
     "stratagem_accelerators", "stratagem_callbacks.model_checkpoint", "stratagem_callbacks.progress",
     "stratagem_checkpoints.one_file", "stratagem_ddp.strategy", "stratagem_ddp.presets", "stratagem_environments_local",
     "stratagem_fit.commands", "stratagem_fsdp", "stratagem_launchers_local", "stratagem_logger_csv",
-    "stratagem_precision", "stratagem_single_device",
+    "stratagem_precision", "stratagem_single_device", "stratagem_callbacks.ending", "stratagem_callbacks.finite",
+    "stratagem_callbacks.hints", "stratagem_callbacks.interruption", "stratagem_callbacks.signal_watcher",
+    "stratagem_callbacks.workers", "stratagem_environments_schedulers", "stratagem_peer_diagnosis",
+    "stratagem.runtime.launching", "stratagem_trainer.alternatives", "stratagem_trainer.first_states",
     # `stratagem plan`, and what plans import:
     "stratagem_plan.command", "stratagem_plan.script", "stratagem_plan.variants", "stratagem_parallel.planned",
     "torch.distributed.pipelining", "torch.nn.attention.flex_attention", "torch.utils._sympy.reference",
