@@ -129,8 +129,7 @@ class EngineModule(nn.Module):
         if self.zero is not None and not is_plan:
             self.manual_writes = ManualWrites(self.zero, self.user)
         if self.zero is not None:
-            stepped = inside if groups is not None else None
-            self.gradient_guard = GradientGuard(self.user, zero["stage"], stepped, self.zero)
+            self.gradient_guard = GradientGuard(self.user, zero["stage"], None if groups is None else inside, self.zero)
         if zero["stage"] == 3:
             refuse_double_backward(self.engine)
         if run.world_size > 1 and zero["stage"] == 3 and not is_plan:

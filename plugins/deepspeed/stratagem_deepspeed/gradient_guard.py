@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
@@ -23,10 +24,11 @@ class GradientGuard:
 
         `stepped` has the ids of the parameters that the optimizer steps; None means all trainable ones.
         """
-        self._user, self._stage = user, stage
+        self._user, self._stage, self._groups = user, stage, zero.param_groups
         named = [(name, each) for name, each in user.named_parameters() if each.requires_grad and stage > 1]
         self._named = [(name, each) for name, each in named if stepped is None or id(each) in stepped]
-        partitions = [each for group in zero.param_groups for each in group["params"]]
+        partitions = [each for group in self._groups for each in group["params"]]
+        self._any_partition = self._without_gradient(torch.Tensor)(torch.empty(0))
         self._tensors = [*(each for _, each in self._named), *partitions]
         self._classes: list[type] = [type(each) for each in self._tensors]
         without = {cls: self._without_gradient(cls) for cls in self._classes}
@@ -64,11 +66,16 @@ class GradientGuard:
     def guarding(self, refused: bool = True) -> Iterator[None]:
         """Within: raise an error where `.grad` is read or changed; or if not `refused`, let DeepSpeed do so."""
         before = [type(each) for each in self._tensors]
+        empty = [group for group in self._groups if not group["params"]]  # stage 3 fills them while it steps
+        for group in empty:
+            group["params"] = [self._any_partition]
         _set_classes(self._tensors, self._without if refused else self._classes)
         try:
             yield
         finally:
             _set_classes(self._tensors, before)
+            for group in empty:
+                group["params"] = []
 
     def check_unset(self) -> None:
         """Refuse a gradient that user code has set, which the step would ignore."""
