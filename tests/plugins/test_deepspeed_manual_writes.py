@@ -180,6 +180,21 @@ class Measures(sg.Callback):
         self.seen = float(run.clip_gradients(optimizer, max_norm=1e9)), sum(1 for _ in module.parameters())
 
 
+class OfGroups(sg.Callback):
+    """Changes gradients of what the optimizer's groups hold: partitions, whose gradients are elsewhere."""
+
+    @sg.hookimpl
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_value_([each for group in optimizer.param_groups for each in group["params"]], 0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_changed_through_the_groups_of_the_optimizer_are_refused(stage):
+    said = outcome(lambda: train(1, lambda: of_stage(stage), OfGroups(), Net))
+    assert said.startswith("refused: "), said
+    assert "something reads or changes .grad of what optimizer.param_groups holds, and at stage" in said
+
+
 def _clipped(rank, world_size, stage, callback, make=Net):
     return outcome(lambda: train(world_size, lambda: of_stage(stage), callback(), make))
 

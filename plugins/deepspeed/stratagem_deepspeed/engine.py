@@ -128,8 +128,8 @@ class EngineModule(nn.Module):
             self._reading = Answered
         if self.zero is not None and not is_plan:
             self.manual_writes = ManualWrites(self.zero, self.user)
-        if self.zero is not None and zero["stage"] > 1:
-            self.gradient_guard = GradientGuard(self.user, zero["stage"], inside if groups is not None else None)
+        if self.zero is not None:
+            self.gradient_guard = GradientGuard(self.user, zero["stage"], None if groups is None else inside, self.zero)
         if zero["stage"] == 3:
             refuse_double_backward(self.engine)
         if run.world_size > 1 and zero["stage"] == 3 and not is_plan:
@@ -181,7 +181,7 @@ class EngineModule(nn.Module):
         """
         engine = self.engine
         if self.norms is None:  # otherwise measured by an earlier call
-            with _UNCHANGED if self.gradient_guard is None else self.gradient_guard.lifted():
+            with _UNCHANGED if self.gradient_guard is None else self.gradient_guard.guarding(refused=False):
                 self._finish_window()
                 with self._reading():
                     self.norms = gradient_norms(engine)
