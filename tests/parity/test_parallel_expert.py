@@ -41,7 +41,8 @@ class Mixture(Net):
 
 
 BATCHES = joined_batches(7, 24)  # the last window is short
-WINDOWS = ((1, None), (3, 0.5))
+#: Clipping hides what accumulation multiplies: each has a window of its own.
+WINDOWS = ((1, 0.5), (3, None))
 CASES = {
     "2": (2, {"expert": 2}),
     "4": (4, {"expert": 4}),

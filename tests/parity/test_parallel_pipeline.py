@@ -16,6 +16,7 @@ from stratagem_testing.reference import Net, joined_batches, relative_difference
 from stratagem_testing.training import QUIET, share, weights_of
 
 VOCABULARY, WIDTH, LENGTH, STEPS = 29, 16, 12, 7  # the last window is short
+#: Clipping hides what accumulation multiplies: most tests have those in the middle.
 WINDOWS = ((1, None), (1, 0.5), (3, None), (3, 0.5))
 
 
@@ -160,7 +161,7 @@ OPTIONS = {name: {"schedule": name, "microbatches": 8} for name in SCHEDULES}
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_two_stages_train_as_one_process(schedule):
-    _check(2, Gpt, {"pipeline": 2} | OPTIONS[schedule], WINDOWS[::3])
+    _check(2, Gpt, {"pipeline": 2} | OPTIONS[schedule], WINDOWS[1:3])
 
 
 @pytest.mark.sweep(guard="tests/parity/test_parallel_pipeline.py::test_two_stages_train_as_one_process")

@@ -80,7 +80,7 @@ AT_4 = {
 }
 
 
-@pytest.mark.every_push("both or none-shard x context, by all-gather")
+@pytest.mark.every_push("one of them-shard x context, by all-gather")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", AT_4)
 @pytest.mark.parametrize("part", PARTS)
@@ -107,7 +107,7 @@ PIPELINES_AT_4 = {
 
 
 @pytest.mark.every_push(
-    "both or none-pipeline x shard, kept",
+    "one of them-pipeline x shard, kept",
     "one of them-pipeline x replicate",
 )
 @pytest.mark.slow

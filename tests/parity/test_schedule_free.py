@@ -281,11 +281,15 @@ def test_weights_that_were_loaded_between_two_fits_are_trained(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fit_in_other_processes_leaves_evaluation_weights(tmp_path):
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.when_changed("plugins/ddp/", "plugins/basics/"))],
+)
+def test_a_fit_in_other_processes_leaves_evaluation_weights(tmp_path, strategy):
     """The checkpoint that the first process saves continues exactly; so does a second fit, up to rounding."""
     once, model, resumed = Free(), Free(), Free()
     train(once, max_epochs=2)
-    trainer = train(model, max_epochs=1, strategy="ddp_spawn", devices=1, num_nodes=1)
+    trainer = train(model, max_epochs=1, strategy=strategy, devices=1, num_nodes=1)
     trainer.save_checkpoint(tmp_path / "first.ckpt")
     sg.Trainer(max_epochs=2, **QUIET).fit(resumed, BATCHES, CHECKED, ckpt_path=tmp_path / "first.ckpt")
     trainer.max_epochs = 2
