@@ -69,7 +69,7 @@ def pytest_configure(config):
         config.pluginmanager.register(starts.Count())
     if not hasattr(config, "workerinput"):
         whole = _asks_for_all(config) and config.option.markexpr == EVERY_PUSH and not config.option.keyword
-        config.pluginmanager.register(starts.Ceilings(fails=whole))
+        config.pluginmanager.register(starts.Ceilings(fails=whole, shows=bool(config.getoption("--costs"))))
     if path := config.getoption("--costs"):
         if not hasattr(config, "workerinput"):
             config.pluginmanager.register(costs.Collect(Path(path)))

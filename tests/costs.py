@@ -69,7 +69,7 @@ class Collect:
 def _class_of(costs: dict[str, float]) -> str:
     if costs["kit"]:
         return CLASSES[2]
-    if costs["interpreters"]:
+    if costs["interpreters"] + costs["scripts"]:
         return CLASSES[4]
     return CLASSES[3] if costs["ranks"] else CLASSES[costs["cpu"] >= 0.1]
 

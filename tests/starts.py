@@ -1,4 +1,4 @@
-"""What tests start: Python interpreters and forked ranks, by folder, and the ceilings of `make test`.
+"""What tests start: interpreters, scripts in forks and ranks, by folder, and the ceilings of `make test`.
 
 Time depends on the machine, what a test starts does not: so the suite stays fast. What a fixture of a module starts is
 counted once, though each worker of pytest-xdist may set it up; what stays for later tests, such as the process that
@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 KEY = "starts"
+#: The audit event of a script in a fork of an interpreter that has imported torch.
+SCRIPT = "stratagem.tests.script"
 TICKS = os.sysconf("SC_CLK_TCK")
 CEILINGS = Path(__file__).with_name("ceilings.json")
 #: What this process has started.
-started: Counter[str] = Counter({"ranks": 0, "interpreters": 0, "other programs": 0})
+started: Counter[str] = Counter({"interpreters": 0, "scripts": 0, "ranks": 0, "other programs": 0})
 _uncounted = 0
 
 
@@ -34,6 +36,8 @@ def count(event: str, arguments: tuple) -> None:
         program = arguments[1] if isinstance(arguments[1], str | bytes) else [*arguments[1], ""][0]
         own = os.fsdecode(program).startswith(os.path.dirname(sys.executable)) or "python" in os.fsdecode(program)
         started["interpreters" if own else "other programs"] += 1
+    elif event == SCRIPT:
+        started["scripts"] += 1
 
 
 @contextlib.contextmanager
@@ -110,10 +114,15 @@ class Count:
 
 
 class Ceilings:
-    """Where reports arrive: prints sums, and fails a whole run of `make test` that starts more than the ceilings."""
+    """Where reports arrive: prints sums, and fails a whole run of `make test` that starts more than the ceilings.
 
-    def __init__(self, *, fails: bool) -> None:
-        self._fails, self._cpu_s = fails, 0.0
+    Args:
+        fails: whether it is one.
+        shows: whether to print the numbers of each folder.
+    """
+
+    def __init__(self, *, fails: bool, shows: bool) -> None:
+        self._fails, self._shows, self._cpu_s = fails, shows, 0.0
         self._by_name: dict[str, dict[str, int]] = {}
         self._problems: list[str] = []
 
@@ -152,8 +161,11 @@ class Ceilings:
     def pytest_terminal_summary(self, terminalreporter):
         total = sum(self.by_folder().values(), Counter())
         terminalreporter.write_line(
-            f"started {total['interpreters']} interpreters and {total['ranks']} ranks; "
-            f"{self._cpu_s or cpu_seconds():.0f} CPU seconds"
+            f"started {total['interpreters']} interpreters, {total['scripts']} scripts in forks of one and "
+            f"{total['ranks']} ranks; {self._cpu_s or cpu_seconds():.0f} CPU seconds"
         )
+        if self._shows:
+            for folder, numbers in self.by_folder().items():
+                terminalreporter.write_line(f"  {folder}: {json.dumps(numbers, sort_keys=True)}")
         for problem in self._problems:
             terminalreporter.write_line(problem, red=True)

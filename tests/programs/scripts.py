@@ -114,7 +114,7 @@ class Popen(subprocess.Popen[Any]):
             return
         request, streams, _ = asked
         request["before"] = before
-        sys.audit("subprocess.Popen", sys.executable, request["command"], request["cwd"], request["env"])
+        sys.audit(starts.SCRIPT)
         self._answers = _the_server().start(request, streams)
         try:
             self.pid = _number(self._answers)

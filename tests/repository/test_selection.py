@@ -274,7 +274,7 @@ def test_a_test_that_starts_more_than_the_ceiling_fails_the_run(project, ceiling
     (project / "tests" / "ceilings.json").write_text(json.dumps(ceilings))
 
     ended = pytest_in(project, "-m", "not gpu and not sweep", "-n", "2", "tests")
-    assert "started 2 interpreters and 4 ranks; " in ended.stdout
+    assert "started 2 interpreters, 0 scripts in forks of one and 4 ranks; " in ended.stdout
     assert ("tests/test_forks.py starts 4 ranks; the ceiling in ceilings.json is 3" in ended.stdout) == (ceiling < 4)
     assert ended.returncode == (ceiling < 4), ended.stdout
 
