@@ -96,7 +96,7 @@ def test_an_address_that_cannot_be_resolved_is_refused_before_anything_starts(mo
     if num_nodes == 2:
         monkeypatch.setenv("MASTER_PORT", "1234")
         monkeypatch.setenv("NODE_RANK", "0")
-    strategy = {"name": "ddp", "timeout": 2}
+    strategy = {"name": "ddp", "start_timeout": 2}
     run = sg.Run(strategy=strategy, launcher=launcher, devices=2, num_nodes=num_nodes, accelerator="cpu")
     with pytest.raises(ConfigError, match=f"MASTER_ADDR is '{NOWHERE}', which this machine cannot resolve"):
         run.launch(lambda run: None)
@@ -106,7 +106,7 @@ def _meet_nowhere(rank, world_size):
     os.environ |= {"MASTER_ADDR": NOWHERE, "STRATAGEM_STORE_HOSTED": "0"}
     begun = time.monotonic()
     try:
-        sg.Run(strategy={"name": "ddp", "timeout": 2}, devices=world_size, accelerator="cpu").connect()
+        sg.Run(strategy={"name": "ddp", "start_timeout": 2}, devices=world_size, accelerator="cpu").connect()
     except ConfigError as error:
         return str(error), time.monotonic() - begun
     return "nothing", 0
