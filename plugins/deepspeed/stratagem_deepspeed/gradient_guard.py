@@ -28,7 +28,8 @@ class GradientGuard:
         named = [(name, each) for name, each in user.named_parameters() if each.requires_grad and stage > 1]
         self._named = [(name, each) for name, each in named if stepped is None or id(each) in stepped]
         partitions = [each for group in self._groups for each in group["params"]]
-        self._any_partition = self._without_gradient(torch.Tensor)(torch.empty(0))
+        self._any_partition = torch.empty(0)
+        self._any_partition.__class__ = self._without_gradient(type(self._any_partition))
         self._tensors = [*(each for _, each in self._named), *partitions]
         self._classes: list[type] = [type(each) for each in self._tensors]
         without = {cls: self._without_gradient(cls) for cls in self._classes}

@@ -2,7 +2,7 @@
 
 [Note: writes into gathered parameters]
 While a unit computes, its parameters are whole copies that FSDP drops afterwards: what `training_step` writes into them
-(``clamp_``, a target network) would be lost without a word. A write in place raises the copy's version, which is
+(``clamp_``, a target network) would be lost silently. A write in place raises the copy's version, which is
 compared at the end of a step. A write through ``.data`` leaves the version as it was: `_Gathered` notes that ``.data``
 was read, and then the copy's part is compared with the shard.
 """

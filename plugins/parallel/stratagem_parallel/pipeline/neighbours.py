@@ -97,7 +97,7 @@ class Neighbours:
     def _joined(self, one: Any, other: Any, device: torch.device) -> tuple[Any, ...]:
         """Return what the last stage gave for these samples, and the parts of each micro-batch.
 
-        A tensor of another size, such as a loss of balance, is no part of samples: the whole has the mean.
+        A tensor of another size, such as a loss of balance, does not have samples: the whole gets the mean.
         """
         if not isinstance(one, Tensor):
             return one, one, other
