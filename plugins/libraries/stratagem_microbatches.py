@@ -112,7 +112,10 @@ def mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def combined(logs: Iterable[list[Entry]], weights: Iterable[float]) -> list[Entry]:
-    """Return one value for each that micro-batches logged; `weights` are as in `merge`."""
+    """Return one value for each that micro-batches logged; `weights` are as in `merge`.
+
+    A `reduce_fx` of the user's gets their mean, as it gets one value of a batch that is not divided.
+    """
     calls: dict[tuple[str, int], list[tuple[Any, dict[str, Any], float]]] = {}
     for entries, weight in zip(logs, weights, strict=True):
         times: Counter[str] = Counter()
@@ -126,10 +129,8 @@ def combined(logs: Iterable[list[Entry]], weights: Iterable[float]) -> list[Entr
             sizes = [each["batch_size"] for each in (options, *others)]
             options = options | {"batch_size": sum(sizes)}
         reduce_fx = options.get("reduce_fx", "mean")
-        numbers = [number(name, value) for value in values]
-        if isinstance(reduce_fx, str) and reduce_fx in _CAN_MERGE:
-            numbers = [_merged(numbers, reduce_fx, counts)]
-        merged += [(name, value, options) for value in numbers]
+        how = reduce_fx if isinstance(reduce_fx, str) and reduce_fx in _CAN_MERGE else "mean"
+        merged.append((name, _merged([number(name, value) for value in values], how, counts), options))
     return merged
 
 

@@ -37,6 +37,25 @@ def both(optimizer, _):
     return schedules.ChainedScheduler([warmed_up(optimizer, _), schedules.StepLR(optimizer, 6)])
 
 
+class OfOnesOwn:
+    """A schedule that keeps groups, and calls its optimizer by another name."""
+
+    def __init__(self, optimizer):
+        self.steps, self.groups, self.mine = 0, optimizer.param_groups, optimizer
+        self.bases = [group["lr"] for group in self.groups]
+
+    def step(self):
+        self.steps += 1
+        for group, base in zip(self.groups if self.steps % 2 else self.mine.param_groups, self.bases, strict=True):
+            group["lr"] = base * 0.9**self.steps
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
 #: Make a scheduler of an optimizer and the rate of its first group.
 MULTIPLIED = {
     "LambdaLR": lambda o, _: schedules.LambdaLR(o, lambda step: min(1.0, step / 5)),
@@ -61,7 +80,10 @@ OF_THEIR_OWN = {
         o, [schedules.ConstantLR(o, 0.5, 2), OF_THEIR_OWN["OneCycleLR"](o, rate)], [2]
     ),
 }  # fmt: skip
-READ_ALONE = {"CosineAnnealingLR to a rate": lambda o, rate: schedules.CosineAnnealingLR(o, STEPS, eta_min=rate / 20)}
+READ_ALONE = {
+    "CosineAnnealingLR to a rate": lambda o, rate: schedules.CosineAnnealingLR(o, STEPS, eta_min=rate / 20),
+    "one's own": lambda o, _: OfOnesOwn(o),
+}
 SCHEDULES = MULTIPLIED | OF_THEIR_OWN | READ_ALONE
 
 

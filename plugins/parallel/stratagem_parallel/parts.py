@@ -1,9 +1,10 @@
 """Compare what parts of a batch give with what the whole batch gives: the loss of a step, and what it logs.
 
 [Note: the comparison]
-In steps 1, 2, 4, 8 and so on a method is called twice more without gradients: on some samples or positions
-as a whole, and on parts of them. Dropout passes its input on, and what the calls did to buffers, attributes and logs is
-undone. The mean over parts must be the loss of the whole, and what parts log must become what the whole logs. Values
+In steps 1, 2, 4, 8 and so on a method is called twice more: on some samples or positions as a whole, and on
+parts of them. Dropout passes its input on, and what the calls did to buffers, attributes and logs is undone. The mean
+over parts must be the loss of the whole, as must gradients by the outputs of layers where these are known, and what
+parts log must become what the whole logs. Values
 can be equal by chance: an accuracy is 0 at first, and masks count as many in each part. So it is done again, and a
 metric is also wrong if parts divide by different numbers. A method that draws random numbers in another way cannot be
 compared, nor one under manual optimization, which would step.
@@ -37,6 +38,8 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 }  # fmt: skip
 #: Largest difference of the losses, relative to the larger one, and in 16 bits.
 _TOLERANCE, _TOLERANCE_16 = 1e-4, 3e-2
+#: Squared norm of gradients that are rounding.
+_SMALLEST = 1e-16
 _DROPOUTS = {
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout",
     "feature_alpha_dropout", "feature_dropout_", "feature_alpha_dropout_",
@@ -70,40 +73,55 @@ class _NoDropout(TorchFunctionMode):
 class Result:
     """What a call gave."""
 
-    #: None if there is none, or a sum with a count.
+    #: None if there is none.
     loss: float | None = None
+    #: Of the targets in a loss that is a sum.
+    count: float = 1.0
     logged: _Logged = field(factory=dict)
     divisors: list[float] = field(factory=list)
+    #: Of the loss by the outputs of layers, and how large terms of the loss may be.
+    gradients: list[Tensor] = field(factory=list)
+    scale: float = 0.0
     #: Why it cannot be compared.
     problem: str = ""
 
 
-def result_of(call: Callable[[], Any], user: nn.Module, run: RunContext) -> Result:
-    """Return what `call` gives, without a trace of the call in `user` and in random numbers."""
+def result_of(call: Callable[[], Any], user: nn.Module, run: RunContext, outputs: Sequence[Tensor] = ()) -> Result:
+    """Return what `call` gives, without a trace of the call in `user` and in random numbers.
+
+    Args:
+        outputs: of layers, by which the loss is differentiated.
+    """
     logged: _Logged = {}
     before = random_state(run.devices)
     try:
-        with torch.no_grad(), undone(user, logged), _NoDropout() as mode:
-            result = call()
+        with torch.set_grad_enabled(bool(outputs)), undone(user, logged), _NoDropout() as mode:
+            result: Any = call()
+            given = result if isinstance(result, dict) else {"loss": result}
+            result, count = given.get("loss"), float(given.get("count", 1))
+            has_loss = isinstance(result, Tensor) and result.numel() == 1
+            found = outputs if has_loss and result.requires_grad else ()
+            gradients = torch.autograd.grad(result, found, allow_unused=True) if found else ()
         problem = "" if _equal(before, random_state(run.devices)) else "draws random numbers"
     except Exception as error:  # noqa: BLE001 - a step that needs more of a batch; its own call raises what is wrong
-        return Result(
-            problem=f"failed with {(str(error).splitlines() or [type(error).__name__])[0]!r} on some of a batch"
-        )
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        return Result(problem=f"failed with {why!r} on some of a batch")
     finally:
         restore_random_state(before, run.devices)
         torch.clear_autocast_cache()  # of weights without gradients
-    if isinstance(result, dict):
-        result = None if "count" in result else result.get("loss")
-    loss = float(result) if isinstance(result, Tensor) and result.numel() == 1 else None
-    return Result(loss, logged, mode.divisors, problem)
+    pairs = [(torch.zeros_like(o) if g is None else g, o.detach()) for g, o in zip(gradients, found, strict=True)]
+    scale = sum(float((gradient * output).abs().sum()) for gradient, output in pairs)
+    loss = float(result.detach()) if has_loss else None
+    return Result(loss, count, logged, mode.divisors, [gradient for gradient, _ in pairs], scale, problem)
 
 
 def different_losses(
     pairs: Sequence[tuple[Result, Result]], method: str, user: nn.Module, run: RunContext, option: str, named: set[str],
     *, tells: bool,
-) -> tuple[float, float] | None:  # fmt: skip
-    """Return the losses of the whole and of the parts if they differ. Warn of what `method` logs if that differs.
+) -> tuple[float, float, float] | None:  # fmt: skip
+    """Return the losses of the whole and of the parts, and by which share their gradients differ, if they differ.
+
+    Warns of what `method` logs if that differs.
 
     Args:
         pairs: for each part, what the method gives for the whole, and for the part.
@@ -111,14 +129,17 @@ def different_losses(
         named: the names of what was warned of, and the methods that cannot be compared; this call adds to them.
         tells: whether this rank warns.
     """
-    if problem := next((result.problem for pair in pairs for result in pair if result.problem), ""):
+    wholes, parts = zip(*pairs, strict=True)
+    problem = next((result.problem for pair in pairs for result in pair if result.problem), "")
+    if any(part.loss != part.loss for part in parts) and wholes[0].loss == wholes[0].loss:
+        problem = "gives no number for some of a batch"
+    if problem:
         named.add(method)
         if tells:
             print(f"{option}: {method} was not compared: it {problem}")
         return None
     is_short = any(p.dtype.itemsize == 2 for p in user.parameters()) or torch.is_autocast_enabled(run.device.type)
     tolerance = _TOLERANCE_16 if is_short else _TOLERANCE
-    wholes, parts = zip(*pairs, strict=True)
     different = _different_metrics(wholes[0].logged, [part.logged for part in parts], tolerance)
     divisors = zip(*(part.divisors for part in parts), strict=False)
     uneven = [(min(each), max(each)) for each in divisors if len(set(each)) > 1]
@@ -127,11 +148,26 @@ def different_losses(
     if different.keys() - named and tells:
         _warn(different, method, option)
     named.update(different, ["a quotient"] if different else [])
-    losses = [(whole.loss, part.loss) for whole, part in pairs]
-    if any(None in pair for pair in losses):
+    if any(result.loss is None for pair in pairs for result in pair):
         return None
-    expected, of_parts = (sum(each) / len(losses) for each in zip(*losses, strict=True))
-    return (expected, of_parts) if _differ(of_parts, expected, tolerance) else None
+    expected, of_parts = (
+        sum(each.loss for each in all_) / sum(each.count for each in all_) for all_ in (wholes, parts)
+    )
+    by = _gradients_differ(wholes[0], parts)
+    if by > 10 * tolerance or _differ(of_parts, expected, tolerance, wholes[0].scale / wholes[0].count):
+        return expected, of_parts, by
+    return None
+
+
+def _gradients_differ(whole: Result, parts: Sequence[Result]) -> float:
+    """Return the norm of the difference of gradients, relative to the larger norm."""
+    squares = [0.0, 0.0, 0.0]
+    for index, one in enumerate(whole.gradients):
+        of_parts = [part.gradients[index] for part in parts]
+        joined = torch.stack(of_parts).sum(0) if one.shape == of_parts[0].shape else torch.cat(of_parts)
+        one, other = one.double() / whole.count, joined.double() / sum(part.count for part in parts)
+        squares = [old + float(new.square().sum()) for old, new in zip(squares, (one - other, one, other), strict=True)]
+    return (squares[0] / max(squares)) ** 0.5 if max(squares) > _SMALLEST else 0.0
 
 
 def _warn(different: dict[str, str], method: str, option: str) -> None:
@@ -144,10 +180,10 @@ def _warn(different: dict[str, str], method: str, option: str) -> None:
     )
 
 
-def _differ(one: float, other: float, tolerance: float) -> bool:
+def _differ(one: float, other: float, tolerance: float, scale: float = 0.0) -> bool:
     if one == other or (one != one and other != other):  # infinite, or not a number
         return False
-    return not abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-3)
+    return not abs(one - other) <= tolerance * max(abs(one), abs(other), scale, 1e-3)
 
 
 def _different_metrics(expected: _Logged, logged: list[_Logged], tolerance: float) -> dict[str, str]:
@@ -170,7 +206,8 @@ def undone(module: nn.Module, logged: _Logged) -> Iterator[None]:
 
     def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            logged[name] = float(value), str(reduce_fx)
+            number = value.detach() if isinstance(value, Tensor) else value
+            logged[name] = float(number), reduce_fx if isinstance(reduce_fx, str) else "mean"
 
     def log_dict(values: Any, *_: Any, **options: Any) -> None:
         for name, value in dict(values).items():

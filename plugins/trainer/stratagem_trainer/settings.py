@@ -38,6 +38,10 @@ def _interval(instance: Any, attribute: Any, value: Any) -> None:
     (batch_limit if isinstance(value, int | float) else duration_or_text)(instance, attribute, value)
 
 
+def _limit(value: float | None) -> float | None:
+    return value or None
+
+
 @define(eq=False, repr=False, kw_only=True)
 class TrainerSettings(RunSettings):
     """The arguments of a `Trainer`: those of a run, and those of its loops."""
@@ -65,8 +69,8 @@ class TrainerSettings(RunSettings):
     #: ``batch["labels"]`` of the accumulation window, on all ranks. A dictionary names other targets:
     #: ``{"labels": 1, "ignore_index": 0, "shifted": True}``.
     loss_normalization: str | dict[str, Any] = field(default="batches", validator=normalization)
-    #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
-    gradient_clip_val: float | None = field(default=None, validator=more_than(0))
+    #: Largest gradient norm (or value), see `gradient_clip_algorithm`; None and 0 limit nothing.
+    gradient_clip_val: float | None = field(default=None, converter=_limit, validator=more_than(0))
     #: "norm" limits the norm of all gradients together, "value" limits each number.
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     #: Training batches per epoch: a count (int), or a share of the loader (float).

@@ -231,9 +231,9 @@ class StageRunner:
         for optimizer, other in zip(run.made_optimizers, self._make_optimizers(), strict=True):
             for group, options in zip(optimizer.param_groups, other.param_groups, strict=True) if begins else ():
                 group.update({key: value for key, value in options.items() if key != "params"})
-            for scheduler in (part for config in run.lr_scheduler_configs for part in config.parts()):
-                if getattr(scheduler, "optimizer", None) is other:
-                    scheduler.optimizer = optimizer
+            other.param_groups[:] = optimizer.param_groups  # a schedule may have kept the list, or the optimizer
+            optimizer.param_groups = other.param_groups
+            other.__dict__ = optimizer.__dict__
         for config, state in zip(run.lr_scheduler_configs, () if begins else states, strict=False):
             config.scheduler.load_state_dict(state)
 

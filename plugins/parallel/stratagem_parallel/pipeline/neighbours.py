@@ -1,8 +1,8 @@
 """Compare two micro-batches with both as one, in some steps, on the rank of the last stage.
 
-See [Note: the comparison] in `parts`. From the output of the last stage on, or from its input if it computes a loss:
-`training_step` is called with the last samples of one micro-batch and the first of the next, which are as many as one
-micro-batch has, and need no more memory.
+See [Note: the comparison] in `parts`. It begins with the output of the last stage, or with its input where the output
+has something else than samples, such as a loss. `training_step` is called with two micro-batches, or where these are
+large with the last samples of one and the first of the next, which need no more memory than one micro-batch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from stratagem_parallel.pipeline.targets import TargetCounts
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
+#: Bytes of two outputs that are compared whole.
+_SMALL = 1 << 26
+
 
 class Neighbours:
     """Samples of micro-batches `first` and ``first + 1`` of a batch.
@@ -34,80 +37,103 @@ class Neighbours:
     """
 
     def __init__(self, batch: Any, size: int, microbatches: int, first: int, compute: Callable[[Any], Any]) -> None:
-        self.size, self.first, self.half, self.compute = size, first, -(-size // 2), compute
-        start = (first + 1) * size - self.half
-        self.whole = split(batch, [start, 2 * self.half, microbatches * size - start - 2 * self.half])[1]
-        self.parts = split(self.whole, [self.half, self.half])
+        self.size, self.first, self.compute = size, first, compute
+        self.pair = split(batch, [first * size, 2 * size, (microbatches - first - 2) * size])[1]
         self._kept: list[Any] = []
         self._has_outputs = True
 
     def keep(self, microbatch: int, value: Any, output: Any) -> None:
-        """Keep what the last stage made of `value` for these samples, or `value` if the output has a loss.
+        """Keep what the last stage made of `value` if it is one of these; `value` if there is more than samples in it.
 
         That is on the host, since the step needs the memory of its device.
         """
         if microbatch in (self.first, self.first + 1):
-            self._has_outputs = not any(
-                isinstance(leaf, Tensor) and not leaf.dim() for leaf in pytree.tree_leaves(output)
-            )
+            self._has_outputs = all(_rows(leaf, self.size) for leaf in _tensors(output) if leaf.is_floating_point())
             kept = output if self._has_outputs else value
             self._kept.append(pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), kept))
 
     def compare(
-        self, step: Callable[[Any, Any], Any], counts: TargetCounts, user: nn.Module, run: RunContext, named: set[str]
-    ) -> None:
+        self, step: Callable[[Any, Any], Any], counts: TargetCounts, user: nn.Module, run: RunContext, named: set[str],
+        *, differentiates: bool,
+    ) -> None:  # fmt: skip
         """Compare what `step` returns and logs for a batch and its output. Warn of metrics that differ.
 
         Args:
             counts: of the targets of two micro-batches; of no step so far.
             named: the names of what was warned of; this call adds to them.
+            differentiates: whether gradients are compared, too.
 
         Raises:
-            ConfigError: the losses differ.
+            ConfigError: the losses differ, or their gradients.
         """
+        is_small = sum(leaf.nbytes for leaf in _tensors(self._kept)) <= _SMALL
+        half = self.size if is_small or self.size == 1 else -(-self.size // 4) * 2  # even: samples may come in pairs
+        _, batch, _ = split(self.pair, [self.size - half, 2 * half, self.size - half])
+        batches = split(batch, [half, half])
         spec = pytree.tree_structure(self._kept[0])
         leaves = zip(*map(pytree.tree_leaves, self._kept), strict=True)
-        joined = zip(*(self._joined(one, other, run.device) for one, other in leaves), strict=True)
+        joined = zip(*(self._joined(one, other, half, run.device) for one, other in leaves), strict=True)
         whole, *parts = (pytree.tree_unflatten(each, spec) for each in joined)
         output_of = _same if self._has_outputs else self.compute
 
-        def zeros(index: int) -> Any:
-            return step(self.parts[index], pytree.tree_map_only(Tensor, torch.zeros_like, output_of(parts[index])))
+        def zeros(index: int) -> None:
+            output = pytree.tree_map_only(Tensor, torch.zeros_like, output_of(parts[index]))
+            if problem := result_of(lambda: step(batches[index], output), user, run).problem:
+                raise ValueError(problem)
 
         def weighed(index: int) -> Any:
             output = output_of(parts[index])
             with counts.weighing(index):
-                return step(self.parts[index], output)
+                return step(batches[index], output)
 
-        counts.begin(zeros, len(parts))
-        expected = result_of(lambda: step(self.whole, output_of(whole)), user, run)
-        pairs = [(expected, result_of(functools.partial(weighed, index), user, run)) for index in (0, 1)]
+        counts.begin(zeros, 2)
+        roots = [
+            [each for each in _tensors(given) if differentiates and each.is_floating_point()]
+            for given in (whole, *parts)
+        ]
+        for each in (each for given in roots for each in given):
+            each.requires_grad_()
+        expected = result_of(lambda: step(batch, output_of(whole)), user, run, roots[0])
+        pairs = [
+            (expected, result_of(functools.partial(weighed, index), user, run, roots[1 + index])) for index in (0, 1)
+        ]
         option = "strategy.parallel.pipeline"
-        losses = different_losses(pairs, "training_step", user, run, option, named, tells=True)
-        if losses is not None:
+        found = different_losses(pairs, "training_step", user, run, option, named, tells=True)
+        if found is not None:
+            one, other, by = found
             raise ConfigError(
-                f"the loss of some samples is {losses[0]:.6g} at once and {losses[1]:.6g} as the mean over two "
-                "micro-batches of strategy.parallel.pipeline",
+                f"the loss of some samples is {one:.6g} at once and {other:.6g} as the mean over two micro-batches of "
+                "strategy.parallel.pipeline" + (f", and {by:.2g} of the gradient differs" if by else ""),
                 expected="equal losses: a mean over samples, or one that counts targets",
                 do="pass a sum and its count to stratagem_parallel.context_mean(total, count), which counts those of "
-                "the whole batch; divide other sums by the number of samples; compute the loss in training_step if the "
-                "layers do; if the losses may differ, set strategy.parallel.check_parts to False",
+                "the whole batch, or multiply by 1 / count for a mean in each sample; divide other sums by the number "
+                "of samples; compute the loss in training_step if the layers do; if the losses may differ, set "
+                "strategy.parallel.check_parts to False",
             )
 
-    def _joined(self, one: Any, other: Any, device: torch.device) -> tuple[Any, ...]:
-        """Return what the last stage gave for these samples, and the parts of each micro-batch.
+    def _joined(self, one: Any, other: Any, half: int, device: torch.device) -> tuple[Any, ...]:
+        """Return what the last stage has of the samples of both micro-batches, and of each.
 
-        A tensor of another size, such as a loss of balance, does not have samples: the whole gets the mean.
+        What does not have samples, such as a loss of balance, is that of each; the whole gets the mean.
         """
         if not isinstance(one, Tensor):
             return one, one, other
         one, other = one.to(device), other.to(device)
-        size = len(one) if one.dim() else 0
-        if size == self.size or (size and size % self.size == 0 and not torch.equal(one, other)):
-            count = size // self.size * self.half
-            one, other = one[-count:], other[:count]
+        if (rows := _rows(one, self.size)) and (len(one) == self.size or not torch.equal(one, other)):
+            one, other = one[-rows * half :], other[: rows * half]
             return torch.cat([one, other]), one, other
-        return (one + other) / 2 if one.is_floating_point() else one, one, other
+        return (one + other) / 2 if one.is_floating_point() else one.clone(), one, other
+
+
+def _rows(tensor: Tensor, size: int) -> int:
+    """Return how many rows of `tensor` each of `size` samples has; 0 if it has none, or that cannot be told."""
+    length = len(tensor) if tensor.dim() else 0
+    is_flat = tensor.dim() > 1 and tensor.shape[1] != size
+    return length // size if length == size or (is_flat and length % size == 0) else 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _same(output: Any) -> Any:

@@ -222,7 +222,8 @@ class Pipeline:
         self._batches += 1
         if is_due(self._batches):
             self._check_hooks()
-            step.compare(batch, self._batches.bit_length())
+        if is_due(self._batches) or self.targets.is_uneven:
+            step.compare(batch, self._batches)
         self._check_same_shapes(key)
         forms = runner.learn_forms(key, lambda: step.capture(0))
         if self.has_loss:
@@ -381,9 +382,12 @@ class _TrainingStep:
         def step(batch: Any, output: Any) -> Any:
             return self.interception.answered(lambda: self._training_step(batch), output)
 
-        if self._neighbours is not None and pipeline.targets.numbers is not None:
-            counts = TargetCounts(pipeline.among)
-            self._neighbours.compare(step, counts, pipeline.user, pipeline.run, pipeline.named)
+        if self._neighbours is not None:
+            counts = TargetCounts(pipeline.among, pipeline.targets.is_needed)
+            gathers = pipeline.groups.mesh.size("shard") > 1  # a unit would take it for the backward of its step
+            self._neighbours.compare(
+                step, counts, pipeline.user, pipeline.run, pipeline.named, differentiates=not gathers
+            )
 
 
 def equal_sizes(size: int, count: int) -> list[int]:

@@ -4,8 +4,8 @@
 The sum over a micro-batch is divided by the mean number of targets of one: see [Note: divisors] in `target_numbers`.
 Numbers are known before the first micro-batch: the rank of the last stage, which waits then, calls `training_step` for
 each of them without gradients and with zeros for the output of the layers. What is counted are the calls of losses that
-count targets, under whatever name, and of `context_mean`. Over how many numbers other means are is compared at the end
-of each step, whole losses in some: see `neighbours`.
+count targets, under whatever name, and of `context_mean`. Where other means are over different numbers, the losses of
+micro-batches are compared in the next step, as in some others: see `neighbours`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TargetCounts:
 
     among: Collectives
     #: Whether a step had such calls: then they are counted before the first micro-batch.
-    _is_needed: bool = False
+    is_needed: bool = False
     #: Counts those of a step; None once it was called.
     _count: Callable[[], None] | None = None
     is_counting: bool = False
@@ -44,8 +44,11 @@ class TargetCounts:
     numbers: list[list[float]] | None = field(factory=list)
     #: The numbers that were weighed, and what they were when they were counted.
     _weighed: list[tuple[Tensor, float]] = field(factory=list)
-    #: For each micro-batch, what each mean with a gradient was divided by.
-    _divisors: list[list[Any]] = field(factory=list)
+    #: For each micro-batch, over how many numbers each mean with a gradient is.
+    _divisors: list[list[float]] = field(factory=list)
+    #: Whether they differed in the last step, which may be of a loss: not told again in each step.
+    is_uneven: bool = False
+    _uneven_steps: int = 0
     _steps: int = 0
 
     def begin(self, step: Callable[[int], Any], microbatches: int) -> None:
@@ -54,7 +57,7 @@ class TargetCounts:
         self._divisors.clear()
         self._weighed.clear()
         self._steps += 1
-        if self._is_needed:
+        if self.is_needed:
             self._count()
 
     def _counted(self, step: Callable[[int], Any], microbatches: int) -> None:
@@ -88,7 +91,7 @@ class TargetCounts:
         Raises:
             ConfigError: it is not known which calls belong together.
         """
-        self._is_needed = True
+        self.is_needed = True
         if self._count is not None:  # the first step with such a call
             self._count()
         if self.numbers is None:
@@ -108,7 +111,7 @@ class TargetCounts:
         """Compare numbers with those that were counted, and over how many numbers means of micro-batches are.
 
         Raises:
-            ConfigError: a number depends on the output of the layers, or a loss is a mean of means.
+            ConfigError: a number depends on the output of the layers.
         """
         if self._weighed and (is_due(self._steps) or self.numbers is None):
             numbers, counted = zip(*self._weighed, strict=True)
@@ -119,24 +122,9 @@ class TargetCounts:
                         "output of the layers, with which strategy.parallel.pipeline counts them",
                         expected="a number that depends on the batch alone", do="divide the loss by a constant",
                     )  # fmt: skip
-        for divisors in zip(*self._divisors, strict=False):
-            low, high = min(map(float, divisors)), max(map(float, divisors))
-            if high - low > 1e-6 * abs(high):
-                raise self._of_means(low, high)
-
-    def _of_means(self, low: float, high: float) -> ConfigError:
-        found = f"training_step divides by {low:g} in one micro-batch and by {high:g} in another"
-        do = (
-            "pass the sum and the count to stratagem_parallel.context_mean(total, count), which counts those of the "
-            "whole batch; for a mean in each sample, multiply by 1 / count"
-        )
-        if self.numbers is None:
-            found += ", and failed with zeros for the output of the layers, with which targets are counted"
-            do = "let training_step take any output"
-        return ConfigError(
-            f"{found}, and the loss is averaged over the micro-batches of strategy.parallel.pipeline: a mean of means",
-            expected="one divisor in all of them", do=do,
-        )  # fmt: skip
+        uneven = any(len(set(each)) > 1 for each in zip(*self._divisors, strict=False))
+        self._uneven_steps += uneven
+        self.is_uneven = uneven and is_due(self._uneven_steps)
 
 
 class _Losses(TorchFunctionMode):
@@ -149,7 +137,7 @@ class _Losses(TorchFunctionMode):
         super().__init__()
         self.counts, self.microbatch = counts, microbatch
         self.numbers: list[Tensor] = []
-        self.divisors: list[Any] = []
+        self.divisors: list[float] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = options_of(func, kwargs)
@@ -176,7 +164,4 @@ class _Losses(TorchFunctionMode):
         self.numbers.append(number.double())
         if self.microbatch is None:
             return None
-        mean = self.counts.mean_of_call(self.microbatch, len(self.numbers) - 1, self.numbers[-1])
-        if self.counts.numbers is None:
-            self.divisors.append(number)
-        return mean
+        return self.counts.mean_of_call(self.microbatch, len(self.numbers) - 1, self.numbers[-1])
