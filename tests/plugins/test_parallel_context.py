@@ -771,6 +771,14 @@ class Along(sg.Module):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Adaptive(Along):
+    """Adds a term whose value is 1 in each part, and whose gradient differs from that of the whole."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + loss / loss.detach()
+
+
 def _noise(x):
     return x + torch.randn(x.shape)
 
@@ -786,6 +794,7 @@ def _along(rank, world_size):
         return trainer
 
     refused = {name: outcome(lambda f=f: fit(Along(f))) for name, f in ALONG_POSITIONS.items()}
+    refused["a gradient"] = outcome(lambda: fit(Adaptive(lambda x: x)))
     fit(Along(_scan), check_parts=False)
     plain, noisy = Along(lambda x: x, dropout=0.5), Along(_noise)
     trainer = fit(plain)

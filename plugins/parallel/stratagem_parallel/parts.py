@@ -3,7 +3,7 @@
 [Note: the comparison]
 In steps 1, 2, 4, 8 and so on a method is called twice more: on some samples or positions as a whole, and on
 parts of them. Dropout passes its input on, and what the calls did to buffers, attributes and logs is undone. The mean
-over parts must be the loss of the whole, as must gradients by the outputs of layers where these are known, and what
+over parts must be the loss of the whole, as must gradients by outputs of layers or by some parameters, and what
 parts log must become what the whole logs. Values
 can be equal by chance: an accuracy is 0 at first, and masks count as many in each part. So it is done again, and a
 metric is also wrong if parts divide by different numbers. A method that draws random numbers in another way cannot be
@@ -90,7 +90,7 @@ def result_of(call: Callable[[], Any], user: nn.Module, run: RunContext, outputs
     """Return what `call` gives, without a trace of the call in `user` and in random numbers.
 
     Args:
-        outputs: of layers, by which the loss is differentiated.
+        outputs: of layers, or parameters, by which the loss is differentiated.
     """
     logged: _Logged = {}
     before = random_state(run.devices)
@@ -101,7 +101,7 @@ def result_of(call: Callable[[], Any], user: nn.Module, run: RunContext, outputs
             result, count = given.get("loss"), float(given.get("count", 1))
             has_loss = isinstance(result, Tensor) and result.numel() == 1
             found = outputs if has_loss and result.requires_grad else ()
-            gradients = torch.autograd.grad(result, found, allow_unused=True) if found else ()
+            gradients = _gradients(result, found)
         problem = "" if _equal(before, random_state(run.devices)) else "draws random numbers"
     except Exception as error:  # noqa: BLE001 - a step that needs more of a batch; its own call raises what is wrong
         why = (str(error).splitlines() or [type(error).__name__])[0]
@@ -110,16 +110,24 @@ def result_of(call: Callable[[], Any], user: nn.Module, run: RunContext, outputs
         restore_random_state(before, run.devices)
         torch.clear_autocast_cache()  # of weights without gradients
     pairs = [(torch.zeros_like(o) if g is None else g, o.detach()) for g, o in zip(gradients, found, strict=True)]
-    scale = sum(float((gradient * output).abs().sum()) for gradient, output in pairs)
+    scale = sum(
+        float((g * o).abs().sum()) for g, o in pairs if not any(isinstance(each, nn.Parameter) for each in found)
+    )
     loss = float(result.detach()) if has_loss else None
     return Result(loss, count, logged, mode.divisors, [gradient for gradient, _ in pairs], scale, problem)
+
+
+def _gradients(loss: Any, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    with contextlib.suppress(RuntimeError):  # of reentrant checkpoints
+        return torch.autograd.grad(loss, outputs, allow_unused=True) if outputs else ()
+    return [None] * len(outputs)
 
 
 def different_losses(
     pairs: Sequence[tuple[Result, Result]], method: str, user: nn.Module, run: RunContext, option: str, named: set[str],
     *, tells: bool,
-) -> tuple[float, float, float] | None:  # fmt: skip
-    """Return the losses of the whole and of the parts, and by which share their gradients differ, if they differ.
+) -> tuple[float, float, str] | None:  # fmt: skip
+    """Return the losses of the whole and of the parts, and words on their gradients, if they differ.
 
     Warns of what `method` logs if that differs.
 
@@ -155,7 +163,7 @@ def different_losses(
     )
     by = _gradients_differ(wholes[0], parts)
     if by > 10 * tolerance or _differ(of_parts, expected, tolerance, wholes[0].scale / wholes[0].count):
-        return expected, of_parts, by
+        return expected, of_parts, f", and {by:.2g} of the gradient differs" if by else ""
     return None
 
 

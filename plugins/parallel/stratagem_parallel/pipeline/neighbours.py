@@ -100,10 +100,10 @@ class Neighbours:
         option = "strategy.parallel.pipeline"
         found = different_losses(pairs, "training_step", user, run, option, named, tells=True)
         if found is not None:
-            one, other, by = found
+            one, other, gradients = found
             raise ConfigError(
                 f"the loss of some samples is {one:.6g} at once and {other:.6g} as the mean over two micro-batches of "
-                "strategy.parallel.pipeline" + (f", and {by:.2g} of the gradient differs" if by else ""),
+                f"strategy.parallel.pipeline{gradients}",
                 expected="equal losses: a mean over samples, or one that counts targets",
                 do="pass a sum and its count to stratagem_parallel.context_mean(total, count), which counts those of "
                 "the whole batch, or multiply by 1 / count for a mean in each sample; divide other sums by the number "

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Positions of a part that are compared, at most.
 POSITIONS = 64
+#: Parameters whose gradients are compared, and how many numbers one may have: they are sent.
+_PARAMETERS, _NUMBERS = 8, 4096
 
 
 def difference(
@@ -33,8 +35,11 @@ def difference(
     Returns:
         an error if they differ, on all ranks.
     """
-    of_whole = result_of(whole, user, run)
-    of_part = of_whole if of_whole.problem else result_of(parts, user, run)
+    some = [each for each in user.parameters() if type(each) is nn.Parameter and each.requires_grad]
+    some = [each for each in some if each.numel() <= _NUMBERS][:_PARAMETERS]
+    some = some if method == "training_step" and not run.shards_parameters else []
+    of_whole = result_of(whole, user, run, some)
+    of_part = of_whole if of_whole.problem else result_of(parts, user, run, some)
     found = over.all_gather_object((of_whole, of_part))
     if not wanted():
         return None
@@ -44,7 +49,7 @@ def difference(
         return None
     return ConfigError(
         f"the loss of some positions is {losses[0]:.6g} on whole sequences and {losses[1]:.6g} on parts, with "
-        f"strategy.parallel.context {over.world_size}",
+        f"strategy.parallel.context {over.world_size}{losses[2]}",
         expected="equal losses; something in training_step depends on other positions, or on how many there are",
         do="look for recurrences, shifts, norms over positions and position numbers: a part has only some "
         "positions; if the losses may differ, set strategy.parallel.check_parts to False",
