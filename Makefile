@@ -21,7 +21,7 @@ EVERY_PUSH := not gpu and not sweep
 SHARD  ?= 1/1
 # pytest 9.2 makes pytest-xdist 3.8 ignore the groups of tests: tests/conftest.py would stop the run.
 DEV    := "pytest<9.2" pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3fs "moto[server]" torchdata \
-          torchmetrics tqdm matplotlib tensorboard nbclient ipykernel jsonschema hydra-core mpi4py python-etcd transformers \
+          torchmetrics tqdm matplotlib tensorboard nbclient ipykernel scikit-learn jsonschema hydra-core mpi4py python-etcd transformers \
           peft jedi markdown-it-py schedulefree
 # What only tests of test-all import.
 ALL    := datasets kubeflow-training

@@ -51,6 +51,8 @@ OPTIONAL = {
 }
 #: Of no use without a library that pip does not install: in no set.
 OF_ANOTHER_LIBRARY = {"mpi4py"}
+#: Modules of engines that are in environments of their own, with the distribution where its name differs.
+NOT_INSTALLED = {"mlflow": "mlflow-skinny"}
 #: Engines that users install in another way: built by a script, or from a vendor's index; imported in modules of their own.
 INSTALLED_APART = {
     "stratagem-colossalai": {"colossalai"},
@@ -160,7 +162,8 @@ def collect(node: ast.AST, found: set[str], in_functions: set[str]) -> None:
 
 def provider(module: str, package: Package) -> str:
     """Return the distribution that has `module`, the declared one of several; the module's name if none is installed."""
-    names = [OURS[module]] if module in OURS else sorted(map(canonicalize_name, installed().get(module, [module])))
+    others = installed().get(module) or [NOT_INSTALLED.get(module, module)]
+    names = [OURS[module]] if module in OURS else sorted(map(canonicalize_name, others))
     return next((name for name in names if name in package.requires), names[0])
 
 
