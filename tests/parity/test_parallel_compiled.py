@@ -271,6 +271,10 @@ def _bad_label(rank, world_size):
         fitted(GPT(layers=1), batches, {"name": "parallel", "plan": PLANS["vocab"], "tensor": world_size}, world_size)
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/stratagem_parallel/unchanged/tensor/",
+    guard="tests/parity/test_parallel_compiled.py::test_trains_as_without_compile",
+)
 @pytest.mark.slow
 def test_a_label_beyond_a_vocabulary_that_is_cut_is_refused_in_compiled_code():
     run_in_processes(_bad_label, 2, limit_s=300)

@@ -363,8 +363,11 @@ def test_functions_of_parts_return_what_those_of_wholes_do(world_size):
         assert missed == []
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/stratagem_parallel/unchanged/tensor/",
+    guard="tests/parity/test_parallel_compiled.py::test_trains_as_without_compile",
+)
 @pytest.mark.slow
-@pytest.mark.every_push("2")
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_compiled_functions_of_parts_return_what_those_of_wholes_do(cut):
     for missed in run_in_processes(_compare, 2, (cut,), True, limit_s=400):

@@ -244,6 +244,7 @@ def test_transformers_finds_borders_in_positions(attention):
     _compare(llama(attention), _llama_packed, _llama_alone)
 
 
+@pytest.mark.sweep(guard="tests/plugins/test_sequences.py::test_a_block_mask_has_the_same_borders")
 @HEAVY
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -91,6 +91,7 @@ def test_no_page_is_wider_than_a_phone(page, address, built):
     assert found == {}
 
 
+@pytest.mark.every_push("390")
 @pytest.mark.parametrize("width", [1400, 390])
 def test_pages_fit_and_what_is_wider_scrolls_in_its_own_box(page, address, report, width):
     page.show(width, 900, "light")
