@@ -778,7 +778,9 @@ def test_what_cannot_be_compared_is_told(capsys):
     x = torch.randn(24, 4)
     _compare((x,), x, 0, lambda batch, output: (output + torch.rand(())).mean())
     _compare((x,), x, 0, lambda batch, output: output.view(6, 4).mean() * output.sum())
-    _compare((x,), x, 0, lambda batch, output: {"loss": output.sum(), "count": len(output)})
+    for count in (lambda output: len(output), lambda output: 0 * len(output)):
+        _compare((x,), x, 0, lambda batch, output, count=count: {"loss": output.sum(), "count": count(output)})
+    _compare((x,), x, 0, lambda batch, output: {"loss": output.mean(), "count": len(output)})
     random, failed = capsys.readouterr().out.splitlines()
     assert random.endswith("training_step was not compared: it draws random numbers")
     assert "training_step was not compared: it failed with \"shape '[6, 4]' is invalid" in failed

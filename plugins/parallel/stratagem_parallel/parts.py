@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -158,24 +158,30 @@ def different_losses(
     named.update(different, ["a quotient"] if different else [])
     if any(result.loss is None for pair in pairs for result in pair):
         return None
-    expected, of_parts = (
-        sum(each.loss for each in all_) / sum(each.count for each in all_) for all_ in (wholes, parts)
-    )
-    by = _gradients_differ(wholes[0], parts)
+    ways = [_differ_by(wholes, parts, tolerance)]
+    if any(part.count != 1 for part in parts):  # that of a sum, unless the trainer was told that losses are means
+        means = [evolve(each, count=1.0) for each in parts]
+        ways.append(_differ_by([evolve(each, count=1.0) for each in wholes], means, tolerance))
+    return None if None in ways else ways[0]
+
+
+def _differ_by(wholes: Sequence[Result], parts: Sequence[Result], tolerance: float) -> tuple[float, float, str] | None:
+    """Return both losses and words on their gradients, if they differ; None where no target counts."""
+    counts = [sum(each.count for each in results) for results in (wholes, parts)]
+    if not all(counts):
+        return None
+    totals = [sum(each.loss or 0.0 for each in results) for results in (wholes, parts)]
+    expected, of_parts = totals[0] / counts[0], totals[1] / counts[1]
+    squares = [0.0, 0.0, 0.0]
+    for index, one in enumerate(wholes[0].gradients):
+        of_each = [part.gradients[index] for part in parts]
+        joined = torch.stack(of_each).sum(0) if one.shape == of_each[0].shape else torch.cat(of_each)
+        one, other = one.double() / wholes[0].count, joined.double() / counts[1]
+        squares = [old + float(new.square().sum()) for old, new in zip(squares, (one - other, one, other), strict=True)]
+    by = (squares[0] / max(squares)) ** 0.5 if max(squares) > _SMALLEST else 0.0
     if by > 10 * tolerance or _differ(of_parts, expected, tolerance, wholes[0].scale / wholes[0].count):
         return expected, of_parts, f", and {by:.2g} of the gradient differs" if by else ""
     return None
-
-
-def _gradients_differ(whole: Result, parts: Sequence[Result]) -> float:
-    """Return the norm of the difference of gradients, relative to the larger norm."""
-    squares = [0.0, 0.0, 0.0]
-    for index, one in enumerate(whole.gradients):
-        of_parts = [part.gradients[index] for part in parts]
-        joined = torch.stack(of_parts).sum(0) if one.shape == of_parts[0].shape else torch.cat(of_parts)
-        one, other = one.double() / whole.count, joined.double() / sum(part.count for part in parts)
-        squares = [old + float(new.square().sum()) for old, new in zip(squares, (one - other, one, other), strict=True)]
-    return (squares[0] / max(squares)) ** 0.5 if max(squares) > _SMALLEST else 0.0
 
 
 def _warn(different: dict[str, str], method: str, option: str) -> None:
