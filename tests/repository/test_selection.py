@@ -270,7 +270,7 @@ def test_of_the_engine():
 def test_a_test_that_starts_more_than_the_ceiling_fails_the_run(project, ceiling):
     (project / "engine" / "new.py").touch()
     (project / "tests" / "test_forks.py").write_text(FORKS)
-    ceilings = {"test_forks.py": {"ranks": ceiling, "interpreters": 2}}
+    ceilings = {"test_forks.py": {"ranks": ceiling, "programs": 2}}
     (project / "tests" / "ceilings.json").write_text(json.dumps(ceilings))
 
     ended = pytest_in(project, "-m", "not gpu and not sweep", "-n", "2", "tests")

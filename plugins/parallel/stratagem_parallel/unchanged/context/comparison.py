@@ -37,7 +37,8 @@ def difference(
     """
     some = [each for each in user.parameters() if type(each) is nn.Parameter and each.requires_grad]
     some = [each for each in some if each.numel() <= _NUMBERS][:_PARAMETERS]
-    some = some if method == "training_step" and not run.shards_parameters else []
+    # A step by hand would step, if it had gradients.
+    some = some if method == "training_step" and not (run.manual or run.shards_parameters) else []
     of_whole = result_of(whole, user, run, some)
     of_part = of_whole if of_whole.problem else result_of(parts, user, run, some)
     found = over.all_gather_object((of_whole, of_part))
