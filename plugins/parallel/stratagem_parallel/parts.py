@@ -109,12 +109,11 @@ def result_of(call: Callable[[], Any], user: nn.Module, run: RunContext, outputs
     finally:
         restore_random_state(before, run.devices)
         torch.clear_autocast_cache()  # of weights without gradients
-    pairs = [(torch.zeros_like(o) if g is None else g, o.detach()) for g, o in zip(gradients, found, strict=True)]
-    scale = sum(
-        float((g * o).abs().sum()) for g, o in pairs if not any(isinstance(each, nn.Parameter) for each in found)
-    )
+    known = [torch.zeros_like(o) if g is None else g for o, g in zip(found, gradients, strict=True)]
+    terms = [(o.detach(), g) for o, g in zip(found, known, strict=True) if not isinstance(o, nn.Parameter)]
+    scale = sum(float((output * gradient).abs().sum()) for output, gradient in terms)
     loss = float(result.detach()) if has_loss else None
-    return Result(loss, count, logged, mode.divisors, [gradient for gradient, _ in pairs], scale, problem)
+    return Result(loss, count, logged, mode.divisors, known, scale, problem)
 
 
 def _gradients(loss: Any, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
