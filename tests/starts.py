@@ -160,7 +160,12 @@ class Ceilings:
         if self._problems:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter):
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_unconfigure(self, config):
+        """After all summaries, so that the sums and what is wrong are the last lines of `make test`."""
+        terminalreporter = config.pluginmanager.get_plugin("terminalreporter")
+        if terminalreporter is None:
+            return
         total = sum(self.by_folder().values(), Counter())
         terminalreporter.write_line(
             f"started {total['interpreters']} interpreters, {total['scripts']} scripts in forks of one and "
