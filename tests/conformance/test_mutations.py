@@ -60,6 +60,11 @@ class Forgetful(local.ForkLauncher):
 """
 
 
+@pytest.mark.when_changed(
+    "plugins/testing/",
+    "plugins/basics/stratagem_launchers_local",
+    guard="tests/conformance/test_mutations.py::test_the_kit_notices",
+)
 @pytest.mark.slow
 def test_the_kit_notices_a_launcher_that_loses_lines_of_open_files(install, monkeypatch):
     monkeypatch.setattr(stratagem_launchers_local, "flush_files", stratagem_launchers_local.flush_files)

@@ -9,46 +9,47 @@ from stratagem_parallel.conformance import ExpertsConformance
 from stratagem_testing import StrategyConformance
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestReplicate(StrategyConformance):
     plugin = "parallel"
 
 
+@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestTensor(StrategyConformance):
     plugin = "tensor_parallel"
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestPipeline(StrategyConformance):
     plugin = "pipeline_parallel"
     world_sizes = (2,)
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestContext(StrategyConformance):
     plugin = "context_parallel"
     world_sizes = (2,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestSequential(StrategyConformance):
     plugin = "ddp_sequential"
     world_sizes = (1, 2)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestSequentialReplicated(StrategyConformance):
     plugin = "ddp_sequential"
     world_sizes = (4,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestTensorAndReplicas(StrategyConformance):
     plugin = {"name": "parallel", "tensor": 2}  # noqa: RUF012
     world_sizes = (4,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestTensorAndShards(StrategyConformance):
     plugin = {"name": "parallel", "tensor": 2, "shard": 2, "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
     world_sizes = (4,)
@@ -64,6 +65,6 @@ class TestShards(StrategyConformance):
     world_sizes = (2, 3)
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
+@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestExperts(ExpertsConformance):
     plugin = "expert_parallel"

@@ -6,13 +6,16 @@ import pytest
 from parallel_mutants import MUTANTS
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/testing/", guard="tests/conformance/test_mutations.py::test_the_kit_notices"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_kit_notices(name):
     assert MUTANTS[name].caught()
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel_mutations.py::test_the_kit_notices")
+@pytest.mark.sweep(guard="tests/conformance/test_mutations.py::test_the_kit_notices")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_the_bug_the_check_passes(name):
     assert MUTANTS[name].passes()

@@ -36,6 +36,9 @@ def test_it_passes(entry):
     assert [row for row in rows if row["outcome"] == "failed"] == []
 
 
+@pytest.mark.when_changed(
+    "plugins/testing/", guard="tests/conformance/test_presets.py::test_each_check_is_that_of_the_plugin_that_is_named"
+)
 @pytest.mark.slow
 def test_options_and_tolerance_take_the_place_of_what_the_package_states():
     entry = registry.find("comm_hook", "int8")

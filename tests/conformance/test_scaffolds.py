@@ -16,6 +16,11 @@ from stratagem_devtools.scaffold import write
 ORDER = sorted([*registry.kinds(), "command"], key=lambda kind: kind == "strategy")
 
 
+@pytest.mark.when_changed(
+    "plugins/testing/",
+    "plugins/tools/",
+    guard="tests/repository/test_docs.py::test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit",
+)
 @pytest.mark.every_push("precision")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ORDER)

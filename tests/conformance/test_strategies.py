@@ -110,11 +110,12 @@ class TestDeepSpeedOffload(StrategyConformance):
     world_sizes = (2, 3)
 
 
+@pytest.mark.when_changed("plugins/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDP(conformance.DPConformance):
     plugin = "dp"
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDP")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDPOnThreeDevices(TestDP):
     """One process; its batches are cut in three."""
 

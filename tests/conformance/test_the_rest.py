@@ -76,29 +76,32 @@ class TestShardedCheckpoint(CheckpointConformance):
     plugin = "sharded"
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpointInTheBackground")
+@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpoint")
 class TestShardedCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "sharded", "async_save": True}
 
 
+@pytest.mark.when_changed("plugins/checkpoints/", "plugins/testing/", reason="others of its kind pass the same checks")
 class TestFullCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "full", "async_save": True}
 
 
+@pytest.mark.when_changed("plugins/checkpoints/", "plugins/testing/", reason="others of its kind pass the same checks")
 class TestSafetensorsCheckpoint(CheckpointConformance):
     plugin = "safetensors"
 
 
+@pytest.mark.when_changed("plugins/checkpoints/", "plugins/testing/", reason="others of its kind pass the same checks")
 class TestDCPCheckpoint(CheckpointConformance):
     plugin = "dcp"
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpointInTheBackground")
+@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpoint")
 class TestSafetensorsCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "safetensors", "async_save": True}
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpointInTheBackground")
+@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpoint")
 class TestDCPCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "dcp", "async_save": True}
 
@@ -120,6 +123,7 @@ class TestGradientAccumulationScheduler(conformance.GradientAccumulationSchedule
 class TestLambda(conformance.LambdaConformance): ...
 
 
+@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
 class TestTimer(conformance.TakesTime):
     plugin = "timer"
 
@@ -139,6 +143,7 @@ class TestModelSummary(CallbackConformance):
 class TestOptimizerInBackward(conformance.OptimizerInBackwardConformance): ...
 
 
+@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
 class TestOptimizerOffload(conformance.OptimizerOffloadConformance): ...
 
 
@@ -149,6 +154,7 @@ class TestHints(CallbackConformance):
 class TestEMA(conformance.EMAConformance): ...
 
 
+@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
 class TestSpikeDetection(CallbackConformance):
     plugin = "spike_detection"
 
@@ -168,6 +174,7 @@ class TestPreemption(CallbackConformance):
     plugin = "preemption"
 
 
+@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
 class TestReport(conformance.TakesTime):
     plugin = {"name": "report", "path": f"{tempfile.mkdtemp()}/report.html"}  # noqa: RUF012
 

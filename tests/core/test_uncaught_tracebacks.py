@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+
+from programs import scripts
 
 SCRIPT = """
 import stratagem as sg
@@ -31,7 +32,7 @@ main()
 
 def printed(tmp_path, line="self.log('x', 'text')", options="", **variables):
     (tmp_path / "train.py").write_text(SCRIPT.format(line=line, options=options))
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
         env=os.environ | variables,

@@ -95,6 +95,15 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.when_changed("plugins/parallel/", cases=("shard",))
+@pytest.mark.when_changed("plugins/deepspeed/", cases=("deepspeed_stage_3",))
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    cases=(
+        "tensor",
+        "pipeline",
+    ),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_attached_to_parameters_holds_or_is_refused(name, request):

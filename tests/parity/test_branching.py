@@ -270,6 +270,9 @@ def apart(make, late):
     return {name: (first[name] + second[name]) / 2 for name in first}
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", guard="tests/plugins/test_outer.py::test_training_equals_copies_that_meet_by_hand"
+)
 @pytest.mark.slow
 def test_teams_that_use_different_layers_meet_as_models_do_by_hand():
     """A team's layer that it never used is averaged too: as it is."""

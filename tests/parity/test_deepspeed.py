@@ -73,6 +73,7 @@ def _compare(rank, world_size, strategies, pairs, limit):
     return missed, compared
 
 
+@pytest.mark.when_changed("plugins/deepspeed/", cases=("deepspeed_stage_3",))
 @pytest.mark.every_push("deepspeed_stage_1", "deepspeed_stage_3")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["deepspeed", *STAGES])

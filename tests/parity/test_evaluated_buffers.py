@@ -74,6 +74,14 @@ def _check(results, folder):
         assert found == pytest.approx([_error_of_saved(folder / f"{stage}.ckpt")] * len(found), rel=1e-5), stage
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    cases=(
+        "deepspeed_stage_1",
+        "deepspeed_stage_2",
+        "deepspeed_stage_3",
+    ),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_stage_measures_the_saved_model(name, tmp_path, deepspeed_preloaded):

@@ -112,6 +112,14 @@ STRATEGIES = {
 WINDOWS = ((1, None), (3, 0.5))
 
 
+@pytest.mark.when_changed("plugins/deepspeed/", cases=("mean-deepspeed_stage_2",))
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    cases=(
+        "mean-context",
+        "element-pipeline",
+    ),
+)
 @pytest.mark.slow
 @pytest.mark.every_push(
     "mean-fsdp", "sum-ddp", "sum-pipeline", "element-pipeline", "mean-context", "mean-deepspeed_stage_2"

@@ -205,6 +205,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.when_changed("plugins/parallel/", cases=("blocks, as one graph",))
 @pytest.mark.slow
 @pytest.mark.every_push("steps around ulysses", "blocks, as one graph")
 @pytest.mark.parametrize("case", [*CASES, *TENSOR, *TWO_AXES])
@@ -240,6 +241,9 @@ NORMS_TOO = PARTS | {"all_reduce": 6}
 GRAPHS = {"layers": [SUMS, SUMS], "sequence": [PARTS, PARTS, NORMS_TOO, NORMS_TOO | {"all_gather_into_tensor": 4}]}
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", guard="tests/parity/test_parallel_compiled.py::test_trains_as_without_compile"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [pytest.param("layers", marks=pytest.mark.when_changed("plugins/parallel/", "plugins/basics/")), "sequence"]

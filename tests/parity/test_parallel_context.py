@@ -172,6 +172,9 @@ def _train_llama(rank, world_size):
     return relative_difference(weights_of(trainer), plain), max(norms)
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", guard="tests/parity/test_parallel_context.py::test_trains_as_one_process"
+)
 @pytest.mark.slow
 @TRANSFORMERS
 def test_a_model_of_hugging_face_trains_as_in_one_process():
@@ -347,6 +350,13 @@ def _train_packed(rank, world_size, model, method, cut):
     return said if said != "nothing" else relative_difference(weights_of(trainer), plain)
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    cases=(
+        "PackedGPT-cut0-all_gather",
+        "PackedLlama-cut1-ulysses",
+    ),
+)
 @pytest.mark.slow
 @TRANSFORMERS
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])

@@ -70,7 +70,7 @@ def test_a_gpt_with_tied_embeddings_trains_as_one_process(plan, world_size):
             assert relative_difference(weights, reference) < 1e-6
 
 
-@pytest.mark.sweep(guard="tests/parity/test_parallel_tensor.py::test_a_gpt_trains_on_meshes_of_two_axes")
+@pytest.mark.sweep(guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis")
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2])
 def test_heads_that_do_not_divide_are_computed_whole(heads):
@@ -102,6 +102,9 @@ def _meshes(rank, world_size, sizes, plan, arguments):
     return weights_of(trainer)
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis"
+)
 @pytest.mark.every_push("shard blocks")
 @pytest.mark.slow
 @pytest.mark.parametrize(

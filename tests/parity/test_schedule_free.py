@@ -236,6 +236,7 @@ def fit_saving(rank, world_size, folder, strategy, whole, precision):
     return fit(), fit(callbacks=[SavesAt(folder, 3, 8, 13)]), *[fit(folder / f"{name}.ckpt") for name in names]
 
 
+@pytest.mark.when_changed("plugins/fsdp/", "plugins/libraries/", cases=("fsdp-32-true",))
 @pytest.mark.slow
 @pytest.mark.every_push("ddp_sharded-32-true", "fsdp-32-true")
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

@@ -102,6 +102,12 @@ def plainly(model):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.when_changed(
+    "plugins/fsdp/",
+    "plugins/libraries/",
+    guard="tests/parity/test_writes_into_parts.py::test_what_the_step_writes_is_as_in_plain_pytorch",
+)
+@pytest.mark.when_changed("plugins/parallel/", cases=("tensor",))
 @pytest.mark.every_push("fsdp", "tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -84,12 +84,15 @@ def planned(script, **changes):
 # --- Other settings and batches -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.when_changed(
+    "plugins/plan/", guard="tests/plan/test_advise.py::test_advice_is_what_fits_and_the_rest_is_told_by_how_much"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         "ddp",
-        pytest.param("fsdp", marks=pytest.mark.sweep(guard="tests/plan/test_advise.py::test_a_step_of_many_batches_is_planned_from_three")),
+        pytest.param("fsdp", marks=pytest.mark.sweep(guard="tests/plan/test_advise.py::test_advice_is_what_fits_and_the_rest_is_told_by_how_much")),
     ],
 )  # fmt: skip
 def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
@@ -100,6 +103,9 @@ def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
         assert parts[key] == whole[key]
 
 
+@pytest.mark.when_changed(
+    "plugins/plan/", guard="tests/plan/test_advise.py::test_the_advised_batch_fits_and_the_next_does_not"
+)
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path):
     fsdp = "train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})"

@@ -91,6 +91,7 @@ def called(tmp_path_factory):
 MORE = pytest.mark.sweep(guard="tests/plan/test_call.py::test_a_call_returns_what_the_command_writes")
 
 
+@pytest.mark.when_changed("plugins/plan/", cases=("fsdp",))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["fsdp", "Run", pytest.param("single_device", marks=MORE), pytest.param("ddp", marks=MORE)]

@@ -112,6 +112,9 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.when_changed(
+    "plugins/plan/", reason="it measures the machine for seconds, which only the code of devices can change"
+)
 @pytest.mark.slow
 def test_this_machine_becomes_a_device_that_a_step_can_be_predicted_for(tmp_path):
     path, plan = tmp_path / "here.toml", tmp_path / "plan.json"

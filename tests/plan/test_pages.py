@@ -186,6 +186,15 @@ CONTRAST = """
 """
 
 
+@pytest.mark.when_changed(
+    "plugins/plan/",
+    "plugins/basics/stratagem_pictures",
+    cases=(
+        "390-dark",
+        "1280-light",
+        "1280-dark",
+    ),
+)
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")])
 def test_pages_fit_the_screen_and_labels_do_not_overlap(page, folder, width, scheme):
     page.show(width, 900, scheme)

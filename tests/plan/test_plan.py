@@ -68,6 +68,14 @@ def sent_for_real(folder, strategy, devices, **given):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/plan/",
+    cases=(
+        "ddp_sharded-2-32-true",
+        "ddp, fp16 hook-2-32-true",
+        "fsdp HYBRID_SHARD-4-bf16-mixed",
+    ),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices", "precision"),
@@ -101,6 +109,13 @@ def test_a_plan_sends_the_bytes_that_a_run_sends(tmp_path, name, devices, precis
 QUICK = (0, 1, 2, 7)
 
 
+@pytest.mark.when_changed(
+    "plugins/plan/",
+    cases=(
+        "2",
+        "7",
+    ),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
@@ -201,6 +216,7 @@ def test_whether_a_plan_fits_is_told(told, words):
     assert verdict(tree, 140)[0].startswith(words)
 
 
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_the_peak_is_the_one_that_a_gpu_counted")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(each, marks=() if each == 2 else PEAKS) for each in range(len(MEMORY))]
@@ -438,6 +454,7 @@ def test_a_module_that_is_loaded_is_planned_as_one_that_is_built(tmp_path):
     assert classes[0] == classes[1]
 
 
+@pytest.mark.when_changed("plugins/plan/", cases=("Llama",))
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 def test_models_of_transformers_are_planned(tmp_path, kind):
     pytest.importorskip("transformers")

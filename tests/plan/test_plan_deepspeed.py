@@ -13,7 +13,7 @@ from programs import scripts
 from stratagem.errors import ConfigError
 
 HERE = Path(__file__).parent
-GUARD = "tests/plan/test_plan_deepspeed.py::test_a_plan_sends_and_holds_what_a_run_does"
+GUARD = "tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends"
 SWEEP = pytest.mark.sweep(guard=GUARD)
 #: Small ones: buckets are sent several times in a step, and stage 3 keeps few parameters.
 BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
@@ -64,6 +64,9 @@ def large(name, stage, **given):
     return pytest.param(name, stage, given, marks=SWEEP)
 
 
+@pytest.mark.when_changed(
+    "plugins/deepspeed/", "plugins/plan/", guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "given"),

@@ -12,7 +12,7 @@ from programs import scripts
 from stratagem_plan.allocator import LIBRARY_BYTES
 
 BYTES = pytest.mark.sweep(
-    guard="tests/plan/test_plan_parallel.py::test_a_plan_sends_and_holds_what_each_rank_of_a_run_does",
+    guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends",
 )
 BY_HEADS = {
     "blocks.*.qkv": "colwise", "blocks.*.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
@@ -82,6 +82,9 @@ ON_THE_CPU = 0.005
 STAY = ("parameters", "gradients")
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/plan/", guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
@@ -133,6 +136,9 @@ def pipelined(tmp_path_factory):
     return tree, said
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/plan/", guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends"
+)
 @pytest.mark.slow
 @PIPELINED
 def test_one_rank_of_each_kind_of_stage_is_planned(pipelined):
@@ -154,7 +160,7 @@ def test_one_rank_of_each_kind_of_stage_is_planned(pipelined):
     assert "rank 2; 3 more are taken to do the same" in said
 
 
-@pytest.mark.sweep(guard="tests/plan/test_plan_parallel.py::test_one_rank_of_each_kind_of_stage_is_planned")
+@pytest.mark.sweep(guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends")
 def test_stages_with_other_layers_are_planned_each(tmp_path):
     strategy = {"name": "parallel", "pipeline": 4, "balance": [1, 2, 1, 1]}
     code, tree, said = plan(tmp_path, "--devices", 4, strategy=strategy, layers=5, micro=4)
@@ -163,7 +169,7 @@ def test_stages_with_other_layers_are_planned_each(tmp_path):
     assert [(each["rank"], each["ranks"]) for each in tree["classes"]] == [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 
-@pytest.mark.sweep(guard="tests/plan/test_plan_parallel.py::test_one_rank_of_each_kind_of_stage_is_planned")
+@pytest.mark.sweep(guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends")
 def test_a_stage_does_not_keep_converted_parameters_of_others(tmp_path):
     strategy = {"name": "parallel", "pipeline": 2}
     code, tree, said = plan(tmp_path, "--devices", 2, strategy=strategy, layers=4, micro=4, precision="bf16-true")

@@ -195,6 +195,14 @@ def _trained_in_two_fits(rank, world_size, strategy, folder):
     return straight, halves
 
 
+@pytest.mark.when_changed("plugins/fsdp/", cases=("fsdp-2",))
+@pytest.mark.when_changed(
+    "plugins/callbacks/",
+    cases=(
+        "ddp-2",
+        "ddp_sharded-2",
+    ),
+)
 @pytest.mark.parametrize(
     ("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("ddp_sharded", 2)]
 )

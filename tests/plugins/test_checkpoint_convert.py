@@ -273,6 +273,11 @@ def test_a_folder_of_hugging_face_is_written_and_read(size, files, fitted, tmp_p
     assert main(["checkpoint", "diff", str(target), str(fitted)]) == 1  # the rest of the state
 
 
+@pytest.mark.when_changed(
+    "plugins/tools/",
+    "plugins/checkpoints/",
+    guard="tests/plugins/test_checkpoint_convert.py::test_any_format_becomes_any_other_and_trains_on",
+)
 @pytest.mark.slow
 def test_transformers_reads_the_folder(tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -792,6 +792,9 @@ def test_resumed_equals_uninterrupted(tmp_path, strategy):
             assert norm > 0
 
 
+@pytest.mark.when_changed(
+    "plugins/comm_hooks/", guard="tests/plugins/test_comm_hooks.py::test_resumed_equals_uninterrupted"
+)
 @pytest.mark.slow
 def test_where_buckets_change_a_resumed_run_keeps_its_residuals(tmp_path):
     """DDP's first step has other buckets, also after a restart: the same numbers do not travel together."""
@@ -837,6 +840,9 @@ def missing_from_the_average(states):
     return residuals
 
 
+@pytest.mark.when_changed(
+    "plugins/comm_hooks/", guard="tests/plugins/test_comm_hooks.py::test_resumed_equals_uninterrupted"
+)
 @pytest.mark.slow
 def test_another_number_of_ranks_keeps_the_sum_of_residuals(tmp_path):
     batches = joined_batches(4, 24)

@@ -129,6 +129,7 @@ def test_blocks_compile_under_other_strategies(strategy):
     assert min(graphs) > 0
 
 
+@pytest.mark.when_changed("plugins/deepspeed/", cases=("1",))
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_steps_compile_under_deepspeed(deepspeed_preloaded, stage):
@@ -138,6 +139,7 @@ def test_steps_compile_under_deepspeed(deepspeed_preloaded, stage):
     assert min(graphs) > 0
 
 
+@pytest.mark.when_changed("plugins/callbacks/", guard="tests/plugins/test_compile.py::test_training_is_the_same")
 @pytest.mark.every_push("offload-ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", FSDP], ids=["ddp", "fsdp"])
@@ -563,6 +565,7 @@ class Watching(SingleDeviceStrategy):
         return compiled
 
 
+@pytest.mark.when_changed("plugins/callbacks/", cases=("inductor",))
 @pytest.mark.parametrize(
     "options", [{"backend": "aot_eager"}, {"options": {"max_autotune": False}}], ids=["", "inductor"]
 )

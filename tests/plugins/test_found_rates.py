@@ -237,6 +237,13 @@ def _rates_of_ranks(rank, world_size, strategy):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/callbacks/",
+    cases=(
+        "fsdp",
+        "ddp_sharded",
+    ),
+)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp_sharded"])
 def test_rates_on_two_ranks(strategy):
     for results in run_in_processes(_rates_of_ranks, 2, strategy):
@@ -288,6 +295,7 @@ def small_batches(size):
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=size)
 
 
+@pytest.mark.when_changed("plugins/callbacks/", cases=("OneCycleLR",))
 @pytest.mark.parametrize("name", ["OneCycleLR", "LambdaLR"])
 def test_a_schedule_has_the_length_of_training_with_the_found_batch_size(tmp_path, name):
     def fit(module, size, stop=-1, path=None, callbacks=()):

@@ -125,6 +125,11 @@ def _train_all(rank, size, accumulate):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/fsdp/",
+    "plugins/libraries/",
+    guard="tests/parity/test_branching.py::test_what_trains_ranks_that_differ_equals_one_process",
+)
 @pytest.mark.every_push("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -133,6 +133,7 @@ def test_tied_weights_train_whole_and_generate_in_validation(name):
 # --- Checkpoints -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.when_changed("plugins/deepspeed/", "plugins/checkpoints/", cases=("deepspeed-fsdp-full",))
 @pytest.mark.every_push("fsdp-single-full", "deepspeed-fsdp-full")
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["full", "part"])
@@ -303,6 +304,9 @@ def test_examples(script, printed, most, arguments):
     assert len((EXAMPLES / f"{script}.py").read_text().splitlines()) < 40
 
 
+@pytest.mark.when_changed(
+    "examples/", guard="tests/plugins/test_huggingface.py::test_adapters_train_as_in_plain_pytorch"
+)
 @pytest.mark.every_push("32-true")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -320,6 +324,9 @@ def test_the_example_of_full_fine_tuning_writes_what_transformers_reads(precisio
     assert abs(loss - trained) < 0.05
 
 
+@pytest.mark.when_changed(
+    "examples/", guard="tests/plugins/test_huggingface.py::test_adapters_train_as_in_plain_pytorch"
+)
 @pytest.mark.every_push("ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -191,6 +191,15 @@ class Holding(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.when_changed(
+    "plugins/basics/stratagem_launchers_local",
+    cases=(
+        "ddp-error1-False",
+        "ddp-error1-True",
+        "parallel-error3-False",
+        "parallel-error3-True",
+    ),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("destroys", [False, True])
 @pytest.mark.parametrize(

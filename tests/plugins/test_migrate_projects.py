@@ -50,6 +50,10 @@ def run(folder, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.when_changed(
+    "plugins/migrate/",
+    guard="tests/plugins/test_migrate_projects.py::test_a_baseline_whose_parent_class_saves_hyper_parameters_trains",
+)
 @pytest.mark.slow
 def test_a_project_of_hydra_trains(migrated):
     """Class names in the configuration, callbacks and loggers as dictionaries, partial optimizers."""
@@ -99,6 +103,10 @@ LOSSES = {
 }  # fmt: skip
 
 
+@pytest.mark.when_changed(
+    "plugins/migrate/",
+    guard="tests/plugins/test_migrate_projects.py::test_fine_tuning_with_several_loaders_has_the_losses_of_lightning",
+)
 @pytest.mark.slow
 def test_a_notebook_with_manual_optimization_has_the_losses_of_lightning(migrated, monkeypatch):
     """Magics, a callback that reads outputs, a progress bar with a refresh rate, private attributes of a logger."""

@@ -349,6 +349,15 @@ SHARDED = {
 }
 
 
+@pytest.mark.when_changed(
+    "plugins/callbacks/",
+    "plugins/libraries/",
+    cases=(
+        "sgd-fsdp",
+        "sgd-shard",
+        "sgd-tensor",
+    ),
+)
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_shards_are_stepped_in_backward_to_the_same_bits(strategy, optimizer):

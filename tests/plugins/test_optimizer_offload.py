@@ -164,6 +164,13 @@ def test_what_cannot_be_offloaded_is_refused(make, options, found):
         fit(make(), **options)
 
 
+@pytest.mark.when_changed(
+    "plugins/callbacks/",
+    cases=(
+        "ddp",
+        "ddp_sharded",
+    ),
+)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
 def test_each_process_offloads_what_its_optimizer_holds(strategy, tmp_path):
     results = run_in_processes(_resumed, 2, strategy, str(tmp_path / "begun.ckpt"))

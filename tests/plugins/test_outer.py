@@ -201,6 +201,9 @@ WITHIN = {
 }
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", guard="tests/plugins/test_outer.py::test_training_equals_copies_that_meet_by_hand"
+)
 @pytest.mark.slow
 def test_teams_of_two_equal_copies_with_twice_the_batch():
     results = run_in_processes(_train_all, 4, {name: (stack, Net, {}) for name, (stack, _) in WITHIN.items()})
@@ -584,6 +587,9 @@ def _count(rank, size, strategies):
     return counts
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", guard="tests/plugins/test_outer.py::test_training_equals_copies_that_meet_by_hand"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_bytes_are_those_of_the_meetings(size):
@@ -620,6 +626,9 @@ def test_bytes_are_those_of_the_meetings(size):
 # --- The comm hook -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", "plugins/testing/", guard="tests/conformance/test_comm_hooks.py::TestPowerSGD"
+)
 class TestPostLocalSGD(PostLocalSGDConformance): ...
 
 

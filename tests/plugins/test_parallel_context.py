@@ -318,6 +318,10 @@ def _predict(rank, world_size):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    guard="tests/plugins/test_parallel_context.py::test_torchs_layers_train_validate_and_predict_as_in_one_process",
+)
 @pytest.mark.slow
 def test_predictions_are_gathered_if_they_are_of_positions():
     first, second = run_in_processes(_predict, 2)
@@ -469,6 +473,10 @@ def tokens(length=LENGTH, **others):
     return [(torch.randint(11, (4, length)), torch.randint(11, (4, length)), *others.values())]
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    guard="tests/plugins/test_parallel_context.py::test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused",
+)
 @pytest.mark.slow
 def test_what_a_part_cannot_compute_is_refused_on_all_ranks():
     cases = {name: (extra, {}, tokens()) for name, (extra, _) in REFUSED.items()}
@@ -572,6 +580,9 @@ def _vocabulary(rank, world_size, strategy):
     return weights_of(trainer), len(calls)
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", guard="tests/plugins/test_parallel_context.py::test_means_count_the_targets_of_all_ranks"
+)
 @pytest.mark.slow
 def test_the_loss_of_a_cut_vocabulary_is_computed_from_its_parts():
     plan = {"embedding": "vocab", "head": "vocab"}

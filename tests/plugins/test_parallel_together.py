@@ -191,6 +191,11 @@ def _eight(rank, world_size, inner):
     return weights_of(trainer)
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    "plugins/outer/",
+    guard="tests/plugins/test_parallel_together.py::test_teams_of_an_outer_strategy_are_parallel",
+)
 @pytest.mark.every_push("pipeline x replicate")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor x shard", "pipeline x replicate"])

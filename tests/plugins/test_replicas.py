@@ -33,6 +33,10 @@ def _fit(rank, world_size, model, strategy, every):
     return outcome(lambda: trainer.fit(model(), part(joined_batches(6, 8), rank, world_size)))
 
 
+@pytest.mark.when_changed(
+    "plugins/callbacks/",
+    cases=("{'name': 'fsdp', 'sharding_strategy': 'HYBRID_SHARD', 'device_mesh': (2, 2)}-4-1", "ddp_sharded-2-0"),
+)
 @pytest.mark.parametrize(
     ("strategy", "world_size", "same"),
     [

@@ -348,6 +348,10 @@ def _resume(rank, world_size, folder):
     return relative_difference(weights_of(whole), weights_of(second)), one.seen, two.seen + three.seen
 
 
+@pytest.mark.when_changed(
+    "plugins/libraries/stratagem_sequences",
+    guard="tests/plugins/test_sequences.py::test_ranks_of_a_step_have_similar_lengths",
+)
 @pytest.mark.slow
 def test_two_ranks_resume_packed_batches_of_similar_length_bit_exactly(tmp_path):
     results = run_in_processes(_resume, 2, tmp_path)

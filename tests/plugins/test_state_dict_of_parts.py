@@ -38,6 +38,7 @@ def said(rank, size, strategy, module, folder):
     return [*found, [str(each.message) for each in here], [each.filename for each in here]]
 
 
+@pytest.mark.when_changed("plugins/deepspeed/", cases=("deepspeed_stage_3-True",))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "speaks"),

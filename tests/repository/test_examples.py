@@ -74,7 +74,7 @@ def test_it_reads_97_of_100_digits_in_less_than_a_minute(arguments):
     assert float(accuracy) >= 97
 
 
-@pytest.mark.sweep(guard="tests/repository/test_examples.py::test_the_file_is_the_script")
+@pytest.mark.sweep(guard="tests/repository/test_examples.py::test_what_the_page_says_to_type_works")
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers():
     for folder in ("one", "other"):
@@ -84,6 +84,9 @@ def test_the_same_seed_gives_the_same_numbers():
     assert metrics("one") == metrics("other")
 
 
+@pytest.mark.when_changed(
+    "examples/", "plugins/tools/", guard="tests/repository/test_examples.py::test_what_the_page_says_to_type_works"
+)
 @pytest.mark.slow
 def test_the_file_is_the_script():
     said = digits("--max_epochs", "2", "--default_root_dir", "script")

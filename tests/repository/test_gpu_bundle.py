@@ -57,6 +57,7 @@ def test_every_selected_file_exists(run):
         assert not function or f"def {function}(" in (ROOT / path).read_text(), name
 
 
+@pytest.mark.when_changed("benchmarks/", "scripts/", reason="it runs a benchmark, which only its folder changes")
 @pytest.mark.slow
 def test_the_benchmark_of_llama_runs_both_loops(tmp_path):
     command = [

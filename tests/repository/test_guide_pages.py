@@ -371,7 +371,9 @@ def hydra_project(folder: Path) -> None:
         (folder / name).write_text(content)
 
 
-@pytest.mark.sweep(guard="tests/plugins/test_migrate_projects.py::test_a_project_of_hydra_trains")
+@pytest.mark.sweep(
+    guard="tests/plugins/test_migrate_projects.py::test_a_baseline_whose_parent_class_saves_hyper_parameters_trains"
+)
 @pytest.mark.slow
 def test_the_commands_of_the_guide_to_hydra_train(tmp_path):
     pytest.importorskip("hydra")

@@ -17,6 +17,10 @@ import pytest
 import selection
 
 ROOT = Path(__file__).parents[2]
+WHERE_IT_CHANGED = pytest.mark.when_changed(
+    "tests/selection.py", "tests/starts.py", "tests/costs.py", "tests/conftest.py", "scripts/test_all.py",
+    reason="it tests how tests are chosen",
+)  # fmt: skip
 
 GRID = """
 import pytest
@@ -32,6 +36,11 @@ def test_large():
 
 @pytest.mark.when_changed("engine/", guard="tests/test_grid.py::test_grid")
 def test_engine():
+    pass
+
+@pytest.mark.when_changed("engine/", cases=("two",))
+@pytest.mark.parametrize("case", ["one", "two"])
+def test_part(case):
     pass
 
 class TestMain:
@@ -108,6 +117,7 @@ def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
     chosen = [
         "test_grid[a]",
         "test_grid[c]",
+        "test_part[one]",
         "test_check",
         "test_in_worlds[2]",
         "test_other",
@@ -116,7 +126,7 @@ def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
     ]
     assert collected(project) == chosen
 
-    with_engine = [*chosen[:2], "test_engine", *chosen[2:]]
+    with_engine = [*chosen[:2], "test_engine", "test_part[one]", "test_part[two]", *chosen[3:]]
     (project / "engine" / "new.py").touch()
     assert collected(project) == with_engine
 
@@ -140,6 +150,7 @@ def test_every_promise_has_a_test_in_make_test(pytestconfig):
     assert not found, "\n".join(found)
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 def test_shards_are_disjoint_and_hold_all_cases(project):
     shards = [collected(project, "--shard", f"{number}/3") for number in (1, 2, 3)]
@@ -154,6 +165,7 @@ def test_the_cases_of_a_test_are_in_one_shard_if_they_share_what_their_group_pre
     assert [len(selection.shard_of(cases, number, 4)) for number in (1, 2, 3, 4)] == [9, 0, 0, 0]
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 def test_a_promise_without_a_guard_is_named(project):
     good = pytest_in(project, "--collect-only", "--promises=promises.md")
@@ -181,11 +193,13 @@ MISTAKES = {
     'every_push("test_other", guard': (
         'every_push("test_another", guard', "every_push of test_grid.py::TestVariant names 'test_another'",
     ),
-    'when_changed("engine/"': ('when_changed("engines/"', "names 'engines/', which does not exist"),
+    'cases=("two",)': ('cases=("three",)', "when_changed of test_part names 'three'"),
+    'when_changed("engine/", guard': ('when_changed("engines/", guard', "names 'engines/', which does not exist"),
     'sweep(guard="tests/test_grid.py::test_grid")': ("sweep(gaurd='x')", "sweep of tests/test_grid.py::test_large has 'gaurd'"),
 }  # fmt: skip
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 def test_mistakes_in_markers_are_named(project):
     grid = GRID
@@ -206,6 +220,7 @@ def test_a_shard_that_is_none_is_refused(shard):
         selection.part_of(shard)
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 def test_a_change_selects_the_tests_that_mention_what_changed(project):
     assert collected(project, "--changed") == []
@@ -227,6 +242,7 @@ def test_a_change_selects_the_tests_that_mention_what_changed(project):
     assert (unknown.returncode, "git knows no commit 'nowhere'" in unknown.stderr) == (4, True)
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 def test_costs_count_processes_and_their_cpu_seconds(project):
     (project / "tests" / "test_uses.py").write_text(
@@ -265,6 +281,7 @@ def test_of_the_engine():
 """
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @pytest.mark.parametrize("ceiling", [4, 3])
 def test_a_test_that_starts_more_than_the_ceiling_fails_the_run(project, ceiling):
@@ -295,6 +312,7 @@ def run_all(project):
     return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, env=os.environ)
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 def test_a_file_that_cannot_be_read_fails_the_run(project):
     (project / "tests" / "test_flaky.py").write_text(FLAKY)
@@ -306,6 +324,7 @@ def test_a_file_that_cannot_be_read_fails_the_run(project):
     assert ended.returncode == 1
 
 
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @pytest.mark.every_push("3")
 @pytest.mark.parametrize("count", [2, 3])
