@@ -6,8 +6,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.*
 LOWEST_TORCH ?= torch==2.11.*
-# Half of the time tests wait for processes that they started: three at a time keep two cores busy.
-WORKERS ?= 3
+# Tests wait for processes that they started a third of the time: four at a time keep two cores busy.
+WORKERS ?= 4
 # Build the editable installs with what is in the environment: five times faster than a fresh one for each.
 # Python compiles a module when it is first imported: pip would compile all of them, most of which no test imports.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile

@@ -38,6 +38,11 @@ def cases(package):
         yield pytest.param(package, only, marks=when_changed(package.name), id=name)
 
 
+@pytest.mark.when_changed(
+    "contrib/",
+    "plugins/testing/",
+    guard="tests/repository/test_docs.py::test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("package", "only"), [case for path in PACKAGES for case in cases(path)])
 def test_its_wheel_passes_its_tests(package, only, tmp_path):
@@ -67,7 +72,7 @@ def marks_of(name):
 
     Each engine is a group, so that shards share the engines.
     """
-    guard = "tests/conformance/test_contrib.py::test_its_wheel_passes_its_tests"
+    guard = "tests/repository/test_docs.py::test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit"
     quick = pytest.mark.when_changed(f"contrib/{name}/", guard=guard)
     return [quick if ENGINES[name] else pytest.mark.sweep(guard=guard), pytest.mark.xdist_group(f"engine {name}")]
 

@@ -234,6 +234,7 @@ READERS, READERS_OF_PARTS = readers(CIRCLES[:2]), readers(CIRCLES[2:])
 PUSHED = ("single_device-1", "ddp_sharded-2", "FULL_SHARD-3", "ZeRO-3-2")
 
 
+@pytest.mark.when_changed("plugins/checkpoints/", cases=("single_device-1",))
 @pytest.mark.when_changed("plugins/deepspeed/", "plugins/checkpoints/", cases=("ZeRO-3-2",))
 @pytest.mark.every_push(*PUSHED)
 @pytest.mark.slow

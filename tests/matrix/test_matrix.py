@@ -108,6 +108,7 @@ def test_every_reason_is_a_sentence_that_names_both_sides():
 # --- Yes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.when_changed("plugins/deepspeed/", cases=("deepspeed-first half",))
 @pytest.mark.every_push("ddp2-first half", "decentralized-first half", "deepspeed-first half")
 @pytest.mark.parametrize("half", [0, 1], ids=["first half", "second half"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

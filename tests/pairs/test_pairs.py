@@ -72,6 +72,9 @@ def grouped(pairs):
     ]
 
 
+@pytest.mark.when_changed(
+    "plugins/comm_hooks/", cases=[features.title(each) for each in features.HOOK_PAIRS if each[-1].name == "int8"]
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", grouped(each for each in features.HOOK_PAIRS if each[-1].name in ("topk", "int8")))
 def test_a_pair_with_a_comm_hook_equals_a_plain_loop_or_is_refused(pair):

@@ -74,6 +74,14 @@ def _check(results, folder):
         assert found == pytest.approx([_error_of_saved(folder / f"{stage}.ckpt")] * len(found), rel=1e-5), stage
 
 
+@pytest.mark.when_changed("plugins/outer/", cases=("local_sgd",))
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    cases=(
+        "shard",
+        "replicate",
+    ),
+)
 @pytest.mark.when_changed(
     "plugins/deepspeed/",
     cases=(

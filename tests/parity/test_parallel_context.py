@@ -352,10 +352,7 @@ def _train_packed(rank, world_size, model, method, cut):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
-    cases=(
-        "PackedGPT-cut0-all_gather",
-        "PackedLlama-cut1-ulysses",
-    ),
+    cases=("PackedGPT-cut0-all_gather", "PackedLlama-cut1-ulysses", "PackedLlama-cut1-all_gather"),
 )
 @pytest.mark.slow
 @TRANSFORMERS

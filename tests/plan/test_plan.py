@@ -454,7 +454,7 @@ def test_a_module_that_is_loaded_is_planned_as_one_that_is_built(tmp_path):
     assert classes[0] == classes[1]
 
 
-@pytest.mark.when_changed("plugins/plan/", cases=("Llama",))
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 def test_models_of_transformers_are_planned(tmp_path, kind):
     pytest.importorskip("transformers")

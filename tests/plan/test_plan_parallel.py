@@ -178,6 +178,11 @@ def test_a_stage_does_not_keep_converted_parameters_of_others(tmp_path):
     assert all(each["end"]["messages"] == 0 for each in tree["classes"])
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    "plugins/plan/",
+    guard="tests/plan/test_simulate.py::test_the_program_prints_and_writes_the_prediction",
+)
 @pytest.mark.slow
 @PIPELINED
 def test_a_bubble_is_part_of_the_predicted_time(tmp_path, pipelined):

@@ -129,7 +129,7 @@ def test_blocks_compile_under_other_strategies(strategy):
     assert min(graphs) > 0
 
 
-@pytest.mark.when_changed("plugins/deepspeed/", cases=("1",))
+@pytest.mark.when_changed("plugins/deepspeed/", guard="tests/plugins/test_compile.py::test_training_is_the_same")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_steps_compile_under_deepspeed(deepspeed_preloaded, stage):
@@ -152,6 +152,7 @@ def test_with_activation_checkpointing(strategy, mode):
     assert min(graphs) > 0
 
 
+@pytest.mark.when_changed("plugins/callbacks/", guard="tests/plugins/test_compile.py::test_training_is_the_same")
 @pytest.mark.every_push("fsdp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", FSDP], ids=["ddp", "fsdp"])
@@ -173,6 +174,7 @@ def test_inductor_trains_the_same_within_its_rounding(strategy, wanted):
     assert difference < INDUCTOR_TOLERANCE
 
 
+@pytest.mark.when_changed("plugins/callbacks/", guard="tests/plugins/test_compile.py::test_training_is_the_same")
 @pytest.mark.every_push("bf16-true")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
@@ -339,6 +341,9 @@ def test_a_model_that_is_built_without_values():
     assert all(graphs > 0 and all(value.isfinite().all() for value in weights.values()) for weights, graphs in results)
 
 
+@pytest.mark.when_changed(
+    "plugins/callbacks/", "docs/", guard="tests/plugins/test_compile.py::test_training_is_the_same"
+)
 @pytest.mark.slow
 def test_what_the_docs_show():
     page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()

@@ -167,6 +167,7 @@ LITERALS = (
 )
 
 
+@pytest.mark.when_changed("plugins/migrate/", reason="advice changes with its package alone")
 @pytest.mark.parametrize("name", sorted({*installed.trainer_arguments(), *arguments.MOVED, *translations.RENAMED}))
 def test_any_value_of_an_argument_gets_advice_or_stays(name):
     """The advice never reads "-> nothing"."""

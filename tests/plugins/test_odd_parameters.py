@@ -261,6 +261,12 @@ def _fit(rank, size, strategy, folder):
     return results
 
 
+@pytest.mark.when_changed(
+    "plugins/fsdp/",
+    "plugins/libraries/",
+    "plugins/checkpoints/",
+    guard="tests/conformance/test_strategies.py::TestFSDPInUnits::test_unusual_models",
+)
 @pytest.mark.every_push("fsdp")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)

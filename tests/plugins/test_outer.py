@@ -365,6 +365,9 @@ def _watch(rank, size, strategies):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", guard="tests/plugins/test_outer.py::test_a_second_fit_goes_on_from_the_average"
+)
 @pytest.mark.slow
 def test_validation_and_checkpoints_see_the_average_and_training_goes_on_with_its_own():
     """Parameters and running statistics; counters are the first process's."""
@@ -434,6 +437,9 @@ def _stop_and_resume(rank, size, stacks, make, folder):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", guard="tests/plugins/test_outer.py::test_a_checkpoint_is_one_model_for_any_strategy"
+)
 @pytest.mark.every_push("two processes")
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -762,6 +768,9 @@ def _refusals(rank, size):
     return said
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", guard="tests/plugins/test_outer.py::test_what_cannot_work_is_refused_before_any_process_starts"
+)
 @pytest.mark.slow
 def test_what_cannot_work_is_refused_on_all_ranks():
     for said in run_in_processes(_refusals, 4):
@@ -808,6 +817,9 @@ def _snippets(rank, size):
     return steps
 
 
+@pytest.mark.when_changed(
+    "plugins/outer/", "docs/", guard="tests/plugins/test_outer.py::test_training_equals_copies_that_meet_by_hand"
+)
 @pytest.mark.slow
 def test_what_the_page_shows_runs():
     assert run_in_processes(_snippets, 4) == [[4, 8]] * 4

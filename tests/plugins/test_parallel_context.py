@@ -680,6 +680,10 @@ def _fit_pretrained(rank, world_size):
     return said
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    guard="tests/plugins/test_parallel_context.py::test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused",
+)
 @pytest.mark.slow
 def test_models_of_hugging_face_that_need_whole_sequences_are_refused():
     pytest.importorskip("transformers")

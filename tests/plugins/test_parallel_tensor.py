@@ -186,6 +186,10 @@ def _dropout(rank, world_size, plan, checkpointing):
     return masks, own, whole
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    guard="tests/plugins/test_parallel_context.py::test_ranks_draw_different_dropout_and_hold_equal_weights",
+)
 @pytest.mark.every_push("layers")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["layers", "sequence"])

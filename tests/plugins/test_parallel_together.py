@@ -48,6 +48,9 @@ def _hooked(rank, world_size, options, hook, windows):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/", guard="tests/plugins/test_comm_hooks.py::test_resumed_equals_uninterrupted"
+)
 @pytest.mark.every_push("pipeline x replicate-allreduce")
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", ["allreduce", "bf16_compress", "powersgd", "int8"])

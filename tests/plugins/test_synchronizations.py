@@ -97,6 +97,13 @@ def test_a_step_of_one_process_waits_for_nothing():
     _check(cases, 1, 0)
 
 
+@pytest.mark.when_changed(
+    "plugins/ddp/",
+    "plugins/fsdp/",
+    "plugins/parallel/",
+    "plugins/trainer/",
+    guard="tests/plugins/test_synchronizations.py::test_a_step_with_a_loss_scale_waits_for_one_number",
+)
 @pytest.mark.slow
 def test_a_step_of_several_processes_waits_for_nothing():
     cases = {
@@ -134,7 +141,7 @@ def test_a_step_of_a_pipeline_waits_for_nothing_where_it_compares_nothing():
         assert {name: max(steps[1:-1]) for name, (steps, _) in counts.items()} == dict.fromkeys(cases, 0), counts
 
 
-@pytest.mark.sweep(guard="tests/plugins/test_synchronizations.py::test_a_step_of_several_processes_waits_for_nothing")
+@pytest.mark.sweep(guard="tests/plugins/test_synchronizations.py::test_a_step_with_a_loss_scale_waits_for_one_number")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_step_with_a_comm_hook_waits_for_nothing(precision):
