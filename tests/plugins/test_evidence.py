@@ -57,7 +57,7 @@ def test_a_ring_keeps_the_last_collectives_and_the_phase(tmp_path):
     for _ in range(LAST + 10):
         ring.begin("a")
     ring.begin("b")
-    ring.enter(1, step=5, batch=9)
+    ring.enter(2, step=5, batch=9)
     ring.mark("echo")
     content = read_ring(tmp_path / "3.ring")
 
@@ -147,7 +147,7 @@ def test_a_request_for_the_stack_of_a_process_that_has_stopped_recording_does_no
 
 def test_a_program_that_ends_between_two_calls_of_the_trainer_is_over(tmp_path):
     ring = Ring(tmp_path, 0, ("backward",))
-    ring.enter(0, step=1, batch=1)
+    ring.enter(1, step=1, batch=1)
     ring.mark("over")
     assert read_all(tmp_path)[0].is_over
     ring.mark("")
@@ -208,7 +208,7 @@ from pathlib import Path
 from stratagem_evidence import Recorder
 
 recorder = Recorder.start(Path(sys.argv[1]), 1, ("next batch",))
-recorder.enter(0, 3, 4)
+recorder.enter(1, 3, 4)
 eaten = []
 while True:
     eaten.append(b"x" * (10 << 20))
@@ -408,7 +408,7 @@ def test_ranks_that_the_kernel_ended_with_rank_0_are_told_in_the_past(tmp_path, 
     monkeypatch.setattr(rank_evidence, "_state", lambda process: "")
     for rank in (0, 1):
         ring = Ring(tmp_path, rank, ("next batch",))
-        ring.enter(0, step=3, batch=4)
+        ring.enter(1, step=3, batch=4)
         ring.add_site("a", site(group="0,1"))
         if rank == 0:
             ring.begin("a")
@@ -483,7 +483,7 @@ def test_a_process_that_is_ended_because_another_died_tells_of_that(tmp_path):
     folder, process = _program(tmp_path, "print('ready', flush=True); time.sleep(100)")
     assert process.stdout.readline() == "ready\n"
     other = Ring(folder, 1, ("next batch", "backward"))
-    other.enter(1, step=3, batch=4)
+    other.enter(2, step=3, batch=4)
     ring = bytearray((folder / "1.ring").read_bytes())
     ring[20:24] = dead.pid.to_bytes(4, "little")
     (folder / "1.ring").write_bytes(ring)

@@ -24,7 +24,7 @@ def write(folder, last):
         ring.add_site("b", Site("all_reduce", "0,1,2#1", (0, 1, 2), 7_000, "float32", last))
         for key in "aab"[: 2 if rank == 1 else 3]:
             ring.begin(key)
-        ring.enter(1, step=12, batch=3)
+        ring.enter(2, step=12, batch=3)
         ring.close()
     known = {rank: RankEvidence(rank=rank, process=7, ending=-9 if rank == 1 else None) for rank in range(3)}
     known[1].place = last

@@ -251,6 +251,10 @@ class RunContext(Protocol):
     #: losses are sums of targets: a comm hook that keeps gradients for the next step divides by it.
     gradient_scale: float
 
+    #: What this process is doing: four numbers, see `stratagem.api.activity`. A plugin may put a buffer of doubles in
+    #: their place that other processes read; it puts a list back before the buffer is released.
+    activity: list[float] | memoryview[float]
+
     #: True in a worker whose results are sent back to the launching process.
     is_worker: bool
 

@@ -72,9 +72,9 @@ def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, tex
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """Return `cls` called with converted `values`; errors of its validators become ConfigErrors with the path."""
-    missing = [name for name, option in options(cls).items() if option.default is attrs.NOTHING and name not in values]
-    if missing:
-        raise _lacks(cls, missing[0], path)
+    for name, option in options(cls).items():
+        if option.default is attrs.NOTHING and name not in values:
+            raise _lacks(cls, name, path)
     try:
         return cls(**values)
     except ConfigError as error:
@@ -144,11 +144,17 @@ def check(instance: Any, path: str) -> None:
             setattr(instance, option.name, converted)
 
 
-def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
+def options(cls: type[Any]) -> Mapping[str, attrs.Attribute[Any]]:
     """Return the fields of `cls` that a user may set, by the name that ``__init__`` gives them."""
-    if not attrs.has(cls):
-        return {}
-    return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
+    if (found := _OPTIONS.get(cls)) is None:
+        fields = attrs.fields(cls) if attrs.has(cls) else ()
+        found = _OPTIONS[cls] = {field.alias or field.name: field for field in fields if field.init}
+    return found
+
+
+#: Caches of `options` and `option_types`, which are called several times for each chosen plugin.
+_OPTIONS: weakref.WeakKeyDictionary[type[Any], Mapping[str, attrs.Attribute[Any]]] = weakref.WeakKeyDictionary()
+_TYPES: weakref.WeakKeyDictionary[type[Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def options_in(chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,13 +169,9 @@ def options_in(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def option_types(cls: type[Any]) -> Mapping[str, Any]:
     """Return the type of each option of `cls`, as an object."""
-    if cls not in _TYPES:
-        _TYPES[cls] = {name: _resolve(cls, field) for name, field in options(cls).items()}
-    return _TYPES[cls]
-
-
-#: Cache of `option_types`, which is called several times for each chosen plugin.
-_TYPES: weakref.WeakKeyDictionary[type[Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
+    if (found := _TYPES.get(cls)) is None:
+        found = _TYPES[cls] = {name: _resolve(cls, field) for name, field in options(cls).items()}
+    return found
 
 
 def _resolve(cls: type[Any], field: attrs.Attribute[Any]) -> Any:

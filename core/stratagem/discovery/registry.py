@@ -325,6 +325,7 @@ def _names(text: str) -> set[str]:
     return {name.strip().lower() for name in text.split(",") if name.strip()}
 
 
+@cache
 def check_core_version(entry: Entry) -> None:
     """Refuse a plugin whose package requires another version of the core.
 

@@ -74,6 +74,7 @@ class Context:
         self.manual = False
         self.sync_gradients = True
         self.gradient_scale = 1.0
+        self.activity: list[float] | memoryview[float] = [0.0] * 4
         self._enter()
 
     def _enter(self) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -125,6 +126,8 @@ class HookCaller:
         if any(each.wrapper or each.hookwrapper for each in found):
             return functools.partial(caller, **given)
         calls = [_bound(each.function, each.argnames, given) for each in found]
+        if len(calls) == 1 and {*calls[0][1]} == {*caller.spec.argnames} - given.keys():
+            return calls[0][0]
 
         def call_all(**arguments: Any) -> None:
             values = given | arguments
@@ -199,7 +202,8 @@ def _hook_manager(stack: Stack) -> _PluginManager:
     manager = _PluginManager("stratagem")
     for module in hook_modules():
         manager.add_hookspecs(module)
-    answered, bases = set(), {object, *(kind.base for kind in registry.kinds().values())}
+    answered, bases = set(), {object, *map(attrgetter("base"), registry.kinds().values())}
+    specified = hook_functions()
     # pluggy calls the last registered first.
     for choice in reversed(stack.active()):
         try:
@@ -209,22 +213,29 @@ def _hook_manager(stack: Stack) -> _PluginManager:
             raise PluginError(
                 f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
             ) from error
-        _check_marked(choice, implementations, bases)
-        answered |= {hook for hook, marker in implementations.items() if not marker["wrapper"]}
+        _check_marked(choice, implementations, bases, specified)
+        for hook, marker in implementations.items():
+            if not marker["wrapper"]:
+                answered.add(hook)
     unanswered = [hook for hook in default_hooks.DEFAULTS if hook not in answered]
     manager.defaults = default_hooks.plugin_with(unanswered)
     manager.add(manager.defaults)
     return manager
 
 
-def _check_marked(choice: Any, implementations: Mapping[str, Any], bases: set[Any]) -> None:
+def _check_marked(
+    choice: Any, implementations: Mapping[str, Any], bases: set[Any], specified: Mapping[str, Any]
+) -> None:
     """Refuse methods with the name of a hook that are not marked: they would never be called.
 
     Args:
         bases: classes whose methods are not meant, such as those of kinds.
+        specified: the functions that specify hooks, by name.
     """
-    base = next(cls for cls in type(choice.plugin).__mro__ if cls in bases)
-    for name, specification in hook_functions().items():
+    for base in type(choice.plugin).__mro__:
+        if base in bases:
+            break
+    for name, specification in specified.items():
         method = getattr(choice.plugin, name, None)
         inherited = hasattr(base, name) and name not in getattr(choice.plugin, "__dict__", {})
         if name in implementations or not callable(method) or inherited:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from stratagem.api.activity import BACKWARD, PHASE, SINCE
 from stratagem.api.context import RunContext
 from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError, PluginError, nearest, with_article
@@ -122,6 +124,8 @@ class Step:
 
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
+        activity = self._run.activity
+        activity[SINCE], activity[PHASE] = time.time(), BACKWARD
         if self.before_backward is not None:
             self.before_backward(loss=loss)
         if self._hooks.scale_loss is not None:

@@ -53,8 +53,7 @@ def check_hooks(stack: Stack) -> None:
     for choice, implemented in every:
         duties = kinds[choice.kind].duties if choice.kind in kinds else ()
         outer = choice in stack.strategies[:-1]
-        missing = [hook for hook in duties if hook not in implemented and not outer]
-        if missing:
+        if missing := duties and [hook for hook in duties if hook not in implemented and not outer]:
             raise PluginError(
                 f"{choice} does not implement {' and '.join(missing)}",
                 expected=f"every {choice.kind} to do so",

@@ -59,7 +59,7 @@ def _refuse(plugin: Any, entry: registry.Entry, base: type[Any]) -> NoReturn:
     )
 
 
-def options_of(plugin: Any) -> dict[str, attrs.Attribute[Any]]:
+def options_of(plugin: Any) -> Mapping[str, attrs.Attribute[Any]]:
     from stratagem.api.options import options
 
     return options(type(plugin))

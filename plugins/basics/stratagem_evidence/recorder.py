@@ -49,7 +49,7 @@ class Recorder:
         self._stack: TextIOWrapper | None = None
         #: Whether fatal signals write to this file.
         self._enabled = False
-        self.enter, self.mark = self._ring.enter, self._ring.mark
+        self.enter, self.mark, self.activity = self._ring.enter, self._ring.mark, self._ring.activity
         self._process = os.getpid()
         atexit.register(self._at_exit)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
+from stratagem.api.activity import BATCH, PHASE, SINCE, STEP
 from stratagem_evidence.memory_kills import kills_so_far
 
 #: How many collectives a ring holds.
@@ -21,7 +22,7 @@ LAST = 512
 
 _MAGIC = b"stratagem-ring-1"
 _HEADER = struct.Struct("<16sIId")  # magic, rank, process, when it began
-_PHASE = struct.Struct("<QQId")  # optimizer steps, batch, phase, since when
+_PHASE = struct.Struct("<dddd")  # see `stratagem.api.activity`
 _COUNT = struct.Struct("<Q")
 _RECORD = struct.Struct("<QdI")  # number within the group, when it began, site
 #: Why a process ends, as far as it knows.
@@ -94,7 +95,8 @@ class Ring:
             self._map = mmap.mmap(ring, _SIZE)
         finally:
             os.close(ring)
-        self._step = self._batch = 0
+        #: Optimizer steps, batch, phase and since when, to be stored into; until `close`.
+        self.activity = memoryview(self._map)[_PHASE_AT : _PHASE_AT + _PHASE.size].cast("d")
         self._words = memoryview(self._map).cast("Q")
         self._counts = itertools.count()
         #: By group, and by key: the next number, and the site's index.
@@ -121,10 +123,10 @@ class Ring:
         self._known[key] = (self._numbers[site.group], len(self._known))
 
     def enter(self, phase: int, step: int | None = None, batch: int = 0) -> None:
-        """Record that the process begins a phase, by its index in `phases`, of the same batch or of a new one."""
+        """Record the begin of a phase, by its number in `phases`, from 1, of the same batch or of a new one."""
         if step is not None:
-            self._step, self._batch = step, batch
-        _PHASE.pack_into(self._map, _PHASE_AT, self._step, self._batch, phase + 1, time.time())
+            self.activity[STEP], self.activity[BATCH] = step, batch
+        self.activity[SINCE], self.activity[PHASE] = time.time(), phase
 
     def mark(self, end: str) -> None:
         """Record why this process is about to end: one of `ENDS`; "" if it goes on. What told it to end stays."""
@@ -138,6 +140,7 @@ class Ring:
 
     def close(self) -> None:
         self._words.release()
+        self.activity.release()
         self._map.close()
         os.close(self._sites_file)
 
@@ -172,7 +175,8 @@ def read_ring(path: Path) -> Content | None:
         return None
     (phases, kills), sites = _read_sites(path.with_suffix(".sites"))
     process = _HEADER.unpack_from(content)[2]
-    step, batch, phase, since = _PHASE.unpack_from(content, _PHASE_AT)
+    *numbers, since = _PHASE.unpack_from(content, _PHASE_AT)
+    step, batch, phase = map(int, numbers)
     (count,) = _COUNT.unpack_from(content, _COUNT_AT)
     records = []
     for index in range(max(0, count - LAST + 1), count):

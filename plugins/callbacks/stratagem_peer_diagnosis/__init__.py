@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from stratagem.api import hookimpl
+from stratagem.api.activity import AFTER, NEXT_BATCH, PHASES, PREDICT, SAVE, SETUP, TEST, VALIDATION
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
 
 __all__ = ["PeerDiagnosis"]
-
-#: What a rank does, as its evidence has it.
-_PHASES = (
-    "setup", "next batch", "training_step", "backward", "optimizer step", "validation", "test", "predict",
-    "save_checkpoint", "code after training",
-)  # fmt: skip
-(
-    _SETUP, _NEXT_BATCH, _TRAINING_STEP, _BACKWARD, _OPTIMIZER_STEP, _VALIDATION, _TEST, _PREDICT, _SAVE, _AFTER,
-) = range(len(_PHASES))  # fmt: skip
 
 
 @define(eq=False, kw_only=True)
@@ -51,7 +43,7 @@ class PeerDiagnosis(Callback):
 
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
-        self._stop_recording()
+        self._stop_recording(run)
         self.endpoints = self.watchdog = None
         if run.collectives.world_size == 1:
             return
@@ -75,8 +67,10 @@ class PeerDiagnosis(Callback):
         from stratagem.distributed.process_variables import REPORTS_VARIABLE
         from stratagem_evidence import Recorder
 
-        self.recorder = Recorder.start(Path(folder), run.rank, _PHASES) if folder else None
-        self._enter(_SETUP)
+        self.recorder = Recorder.start(Path(folder), run.rank, PHASES) if folder else None
+        if self.recorder is not None:
+            run.activity = self.recorder.activity
+        self._enter(SETUP)
         if self.recorder is not None and REPORTS_VARIABLE not in os.environ:  # no launcher waits for this process
             from stratagem_peer_diagnosis.failure_reports import FailureReports
             from stratagem_peer_diagnosis.last_words import LastWords
@@ -84,7 +78,7 @@ class PeerDiagnosis(Callback):
             gather = FailureReports(run.collectives).gather
             self.last_words = LastWords.listen(self.recorder, lambda known: gather(known, run.world))
 
-    # --- What this rank does: a record takes a fraction of a microsecond ---------------------------------------------
+    # --- What this rank does. What it does with a batch, the loop stores into `run.activity`. -------------------------
 
     def _enter(self, phase: int) -> None:
         if self.recorder is not None:
@@ -92,7 +86,7 @@ class PeerDiagnosis(Callback):
 
     def _end(self) -> None:
         """Between two calls of the trainer a script may end in any way: nobody is at fault then."""
-        self._enter(_AFTER)
+        self._enter(AFTER)
         self._mark("over")
 
     def _mark(self, end: str) -> None:
@@ -101,34 +95,17 @@ class PeerDiagnosis(Callback):
 
     @hookimpl
     def setup(self) -> None:
-        self._enter(_SETUP)
+        self._enter(SETUP)
         self._mark("")
 
     @hookimpl
-    def on_train_batch_start(self, trainer: TrainerView, batch_idx: int) -> None:
-        if self.recorder is not None:
-            self.recorder.enter(_TRAINING_STEP, trainer.global_step, batch_idx)
-
-    @hookimpl
-    def on_before_backward(self) -> None:
-        self._enter(_BACKWARD)
-
-    @hookimpl
-    def on_before_optimizer_step(self) -> None:
-        self._enter(_OPTIMIZER_STEP)
-
-    @hookimpl
-    def on_train_batch_end(self) -> None:
-        self._enter(_NEXT_BATCH)
-
-    @hookimpl
     def on_validation_start(self) -> None:
-        self._enter(_VALIDATION)
+        self._enter(VALIDATION)
 
     @hookimpl
     def on_validation_end(self, trainer: TrainerView) -> None:
         if trainer.fitting:
-            self._enter(_NEXT_BATCH)
+            self._enter(NEXT_BATCH)
         else:
             self._end()
 
@@ -136,26 +113,26 @@ class PeerDiagnosis(Callback):
 
     @hookimpl
     def on_test_start(self) -> None:
-        self._enter(_TEST)
+        self._enter(TEST)
 
     @hookimpl
     def on_predict_start(self) -> None:
-        self._enter(_PREDICT)
+        self._enter(PREDICT)
 
     @hookimpl
     def on_save_checkpoint(self, trainer: TrainerView) -> None:
-        self._enter(_SAVE)
+        self._enter(SAVE)
         self._saves_in_fit = trainer.fitting
 
     @hookimpl(wrapper=True)
     def save_checkpoint(self) -> Generator[None, bool, bool]:
         answer = yield
-        self._enter(_NEXT_BATCH if self._saves_in_fit else _AFTER)
+        self._enter(NEXT_BATCH if self._saves_in_fit else AFTER)
         return answer
 
     @hookimpl
     def on_train_end(self) -> None:
-        self._enter(_AFTER)
+        self._enter(AFTER)
 
     @hookimpl
     def on_fit_end(self) -> None:
@@ -182,7 +159,7 @@ class PeerDiagnosis(Callback):
         return explain(error, run, self.endpoints, None if self.recorder is None else self.recorder.folder)
 
     @hookimpl(wrapper=True)
-    def teardown(self) -> Generator[None, Any, Any]:
+    def teardown(self, run: RunContext) -> Generator[None, Any, Any]:
         try:
             return (yield)  # the other plugins still communicate
         finally:
@@ -190,12 +167,13 @@ class PeerDiagnosis(Callback):
                 self.watchdog.close()
             if self.endpoints is not None:
                 self.endpoints.close()
-            self._stop_recording()
+            self._stop_recording(run)
 
-    def _stop_recording(self) -> None:
+    def _stop_recording(self, run: RunContext) -> None:
         if self.last_words is not None:
             self.last_words.close()
         if self.recorder is not None:
+            run.activity = [*run.activity]
             self.recorder.stop(keep=self._keeps)
             if self._keeps:
                 from stratagem_evidence import delete_if_all_exited

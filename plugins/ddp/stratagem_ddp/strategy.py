@@ -154,7 +154,7 @@ class DDPStrategy(ProcessGroupStrategy):
                 module.finish(run.manual or bool(self.find_unused_parameters) or not run.owns_loop)
             return True
         try:
-            with _checked(module, run):
+            with contextlib.nullcontext() if module.is_checked else _checked(module, run):
                 if run.manual and run.sync_gradients:
                     _backward_inside_forward(loss, module, run)
                 else:
@@ -166,7 +166,7 @@ class DDPStrategy(ProcessGroupStrategy):
             raise
         if self._num_bytes and (run.sync_gradients or _learns_its_graph(module)):
             run.collectives.traffic.add("all_reduce", self._num_bytes, run.peers.world_size, sender="gradients")
-        if _learns_its_graph(module):
+        if module.static_graph and _learns_its_graph(module):
             vars(module)[REACHED] = reached(loss)
         return True
 
@@ -235,7 +235,7 @@ def _learns_its_graph(replica: DistributedDataParallel) -> bool:
 
 def _checked(replica: _Replica, run: RunContext) -> AbstractContextManager[None]:
     """Refuse two gradients of a parameter in the first backward of `replica` that sends."""
-    if replica.is_checked or not run.sync_gradients:
+    if not run.sync_gradients:
         return contextlib.nullcontext()
     replica.is_checked = True
     return one_gradient_each(trained(replica))

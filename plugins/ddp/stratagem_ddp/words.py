@@ -27,7 +27,10 @@ _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad fo
 def check_complete(replica: DistributedDataParallel, run: RunContext) -> None:
     """Raise torch's error for parameters without a gradient now; torch raises it in the next step, if there is one."""
     replica._check_reducer_finalized()
-    check_reached(any(p.grad is not None for p in trained(replica) if p.requires_grad), run)
+    for parameter in trained(replica):
+        if parameter.requires_grad and parameter.grad is not None:
+            return
+    check_reached(False, run)
 
 
 def explain(error: RuntimeError, replica: DistributedDataParallel, rank: int, loss: torch.Tensor | None = None) -> None:

@@ -332,9 +332,7 @@ class ResumableBatches:
             )
 
     def keep_replay_state(self, number: int, start: int) -> None:
-        """Keep the replay state of batch `number`, if resuming may read it again; forget those before `start`."""
-        if not (self.looks_ahead or self._accumulate > 1):
-            return
+        """Keep the replay state of batch `number`, which resuming may read again; forget those before `start`."""
         replay_state = {"random": self.random_state()}
         if self.stateful and (self.looks_ahead or number == start):
             replay_state["loader"] = self.loader.state_dict()
@@ -373,6 +371,7 @@ class _Reader:
         # With one process, too, which may resume what several saved: a data set may draw random numbers between the
         # model's.
         self._further = int(not batches.has_length)
+        self._keeps = batches.looks_ahead or batches._accumulate > 1
         among = batches.run.collectives
         self._ends = LateFlag(among if batches.has_length else among.duplicate("flags"))
 
@@ -380,12 +379,14 @@ class _Reader:
         """Read the batches before `number`, or those that every rank has."""
         batches = self._batches
         while self._number < min(number + self._further, batches.num_batches):
-            self._take_asked()
-            if self._ended:
-                return
+            if self._further:
+                self._take_asked()
+                if self._ended:
+                    return
             if "random" in (again := self._place.replay_states.get(self._number, {})):
                 batches.restore_random_state(again["random"])
-            batches.keep_replay_state(self._number, self.window_start)
+            if self._keeps:
+                batches.keep_replay_state(self._number, self.window_start)
             self._read()
         if self._number - len(self._asked) < number:
             self._take_asked()

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from stratagem.api.activity import BATCH, NEXT_BATCH, PHASE, SINCE, STEP, TRAINING_STEP
 from stratagem.api.late_flag import LateFlag
 from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError, shown
@@ -270,6 +271,9 @@ class TrainLoop:
             self.step.uneven = self.step.uneven.see(batch)
         batch = run.hooks.transfer_batch(batch=batch, run=run)
         state.stage_metrics.batch = batch
+        activity = run.activity
+        activity[STEP], activity[BATCH], activity[SINCE] = self.position.global_step, batch_idx, time.time()
+        activity[PHASE] = TRAINING_STEP
         if self.batch_start is not None:
             answer = self.batch_start(batch=batch, batch_idx=batch_idx)
             if answer is not None and self.module_may_skip:
@@ -290,6 +294,7 @@ class TrainLoop:
             state.published.update(state.stage_metrics.callback_values())
         if closes and self.step_schedulers:
             self._step_schedulers()  # one may step by what the batch has logged
+        activity[SINCE], activity[PHASE] = time.time(), NEXT_BATCH
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:

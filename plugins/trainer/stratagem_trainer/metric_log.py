@@ -94,8 +94,9 @@ def log_step(state: FitState, is_last: bool) -> None:
     Args:
         is_last: a limit ends training after this batch. Its metrics must be in the checkpoint that is saved then.
     """
-    step = state.position.global_step
-    state.stage_metrics.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
+    position = state.position
+    step = position.global_step
+    state.stage_metrics.reduce_step(position.batches_done)  # what hooks logged at the batch's end
     is_first = state.last_logged_step < 0
     due = is_first or is_last or step % state.settings.log_every_n_steps == 0
     if due and step != state.last_logged_step and step:

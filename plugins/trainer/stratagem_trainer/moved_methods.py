@@ -34,12 +34,13 @@ def prepare_methods(choices: Iterable[Choice]) -> bool:
     """
     found = False
     for choice in choices:
-        cls = type(choice.plugin)
+        plugin, cls = choice.plugin, type(choice.plugin)
         if issubclass(cls, CallbackEvents | LoggerMethods):
             found |= cls.mark_methods()
-        old = moved_names("callback_methods") if choice.kind in ("callback", "plugin") else {}
-        refuse_moved(choice.plugin, str(choice), old)
-        refuse_moved(choice.plugin, str(choice), moved_methods(cls), _defines)
+        if choice.kind in ("callback", "plugin"):
+            refuse_moved(plugin, str(choice), moved_names("callback_methods"))
+        if not _is_ours(cls) or any(map(callable, getattr(plugin, "__dict__", {}).values())):
+            refuse_moved(plugin, str(choice), moved_methods(cls), _defines)
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.api.activity import OPTIMIZER_STEP, PHASE, SINCE
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ class OptimizerHandle:
             options: of the optimizer's own `step`.
         """
         state, run = self._state, self._state.run
-        before_step = functools.partial(state.events.emit, "on_before_optimizer_step", optimizer=self.optimizer)
+
+        def before_step() -> None:
+            run.activity[SINCE], run.activity[PHASE] = time.time(), OPTIMIZER_STEP
+            state.events.emit("on_before_optimizer_step", optimizer=self.optimizer)
+
         averaged = None if closure is None else averaging(closure, run.collectives, before=before_step)
         skipped = state.position.skipped_steps
         if closure is None:

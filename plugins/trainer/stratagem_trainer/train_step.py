@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from stratagem.api.activity import OPTIMIZER_STEP, PHASE, SINCE
 from stratagem.api.parameters import needs_closure
 from stratagem.errors import ConfigError
 from stratagem_trainer import fit_state
@@ -114,7 +116,8 @@ class TrainStep:
 
     def prepare(self) -> None:
         """Tell callbacks that the gradients are complete, which may drop them; clip them."""
-        skipped = self.position.skipped_steps
+        skipped, activity = self.position.skipped_steps, self.run.activity
+        activity[SINCE], activity[PHASE] = time.time(), OPTIMIZER_STEP
         if self.before_step is not None:
             for optimizer in self.optimizers:
                 self.before_step(optimizer=optimizer)

@@ -49,7 +49,9 @@ def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequ
                 do=f"choose one, and pass {option.name}= to {cls.__name__}",
             )  # fmt: skip
     for name in _hooks_of(base):
-        owner = next(each for each in cls.__mro__ if name in vars(each))
+        for owner in cls.__mro__:
+            if name in vars(owner):
+                break
         method = vars(owner)[name]
         # A mock has any attribute.
         if owner is base or method is None or isinstance(getattr(getattr(cls, name), "stratagem_impl", None), dict):
