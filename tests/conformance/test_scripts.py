@@ -113,10 +113,10 @@ def test_an_interpreter_of_its_own_where_start_up_may_differ():
 def test_folders_of_pythonpath_are_searched_as_by_an_interpreter(tmp_path):
     for name in ("one", "other", "work", "hiding"):
         (tmp_path / name).mkdir()
-    for name in ("one", "other"):
-        (tmp_path / name / "mine.py").write_text(f"print({name!r})\n")
+    for name in ("one", "other"):  # of a name that no other test imports
+        (tmp_path / name / "of_this_test.py").write_text(f"print({name!r})\n")
     (tmp_path / "hiding" / "tqdm.py").write_text("print('mine')\n")
-    code = "import sys, mine; print([each for each in sys.path], 'torch' in sys.modules)"
+    code = "import sys, of_this_test; print([each for each in sys.path], 'torch' in sys.modules)"
     options = {"capture_output": True, "text": True, "check": True, "cwd": tmp_path / "work"}
     searched = {
         "True": (["../other", "../one"], ["../one", *sys.path, "../other"], ["", "../one"]),
