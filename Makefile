@@ -31,7 +31,7 @@ DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocs
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: weight demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release version changelog clean
+.PHONY: weight ceilings demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release version changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -119,6 +119,10 @@ lint: $(STAMP)-dev
 # Lines of code of the engine, of each package, of the tests.
 weight:
 	$(PYTHON) scripts/weight.py
+
+# Writes how many lines of code each distribution may have, where lines were moved or removed.
+ceilings:
+	$(PYTHON) scripts/ceilings.py
 
 types: $(STAMP)-dev
 	$(BIN)/mypy

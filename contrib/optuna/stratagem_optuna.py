@@ -35,7 +35,7 @@ class OptunaPruning(Callback):
     reported: dict[int, float] = field(init=False, factory=dict)
     pruned: bool = field(init=False, default=False)
     #: Values that this process told the trial itself.
-    _told: set[int] = field(init=False, factory=set)
+    _known_to_trial: set[int] = field(init=False, factory=set)
     #: The trial that `reported` belongs to.
     _trial_of_values: Any = field(init=False, default=None)
 
@@ -52,7 +52,7 @@ class OptunaPruning(Callback):
             )
         trainer.run.collectives.fail_together(error)
         if self.trial is not self._trial_of_values:  # an instance that served an earlier trial
-            self.reported, self.pruned, self._told, self._trial_of_values = {}, False, set(), self.trial
+            self.reported, self.pruned, self._known_to_trial, self._trial_of_values = {}, False, set(), self.trial
 
     @hookimpl
     def on_sanity_check_end(self, trainer: TrainerView) -> None:
@@ -78,7 +78,7 @@ class OptunaPruning(Callback):
         error = None
         if trainer.is_global_zero:
             try:
-                self._tell()
+                self._report_values()
                 self.pruned = bool(self.trial.should_prune())
             except Exception as caught:  # noqa: BLE001 - raised on all ranks
                 error = caught
@@ -93,14 +93,14 @@ class OptunaPruning(Callback):
 
     def check_pruned(self) -> None:
         """Tell the trial what worker processes reported; raise `optuna.TrialPruned` if it was pruned."""
-        self._tell()
+        self._report_values()
         if self.pruned:
             self._raise()
 
-    def _tell(self) -> None:
-        for number in sorted(self.reported.keys() - self._told):
+    def _report_values(self) -> None:
+        for number in sorted(self.reported.keys() - self._known_to_trial):
             self.trial.report(self.reported[number], number)
-            self._told.add(number)
+            self._known_to_trial.add(number)
 
     def _raise(self) -> None:
         import optuna

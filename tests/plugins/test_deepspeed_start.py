@@ -606,7 +606,7 @@ def test_architectures_with_letters_are_built_for(monkeypatch, tmp_path):
 def test_one_process_at_a_time_builds(tmp_path):
     library = builds._Library("tiny", tmp_path)
 
-    with library.locked(), open(tmp_path / "stratagem.stack.lock") as another, pytest.raises(BlockingIOError):
+    with library.locked(), open(tmp_path / "stratagem.lock") as another, pytest.raises(BlockingIOError):
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -133,15 +133,51 @@ def test_containers_are_read():
     assert json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())["image"].startswith("python:")
 
 
-def test_the_list_of_decisions_has_all_and_what_replaced_them(monkeypatch):
+@pytest.fixture
+def decisions(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "site")
     from pages import decisions
 
+    return decisions
+
+
+def test_the_list_of_decisions_has_all_and_what_replaced_them(decisions):
     folder = ROOT / "docs" / "decisions"
     replaced = re.findall(r"^\| (\d+) .*eplaced by \[(\d+)\]\((\S+)\) \|$", decisions.page(ROOT), re.MULTILINE)
 
     assert (folder / "README.md").read_text() == decisions.page(ROOT), "run `python scripts/site/pages/decisions.py`"
-    assert ("0009", "0046", "0046-one-meeting-before-ranks-connect.md") in replaced
     assert [
         row for row in replaced if row[1] <= row[0] or not row[2].startswith(row[1]) or not (folder / row[2]).exists()
     ] == []
+
+
+def test_a_decision_that_was_replaced_says_by_which(decisions, tmp_path):
+    folder = tmp_path / "docs" / "decisions"
+    folder.mkdir(parents=True)
+    (folder / "0009-before.md").write_text(
+        "# 0009: Before\n\nIn part replaced by [0046](0046-now.md): where.\n\nText.\n"
+    )
+    (folder / "0046-now.md").write_text("# 0046: Now\n\nText.\n")
+
+    assert decisions.page(tmp_path).endswith(
+        "| 0009 | [Before](0009-before.md) | in part replaced by [0046](0046-now.md) |\n"
+        "| 0046 | [Now](0046-now.md) | holds |\n"
+    )
+
+
+def test_decisions_have_the_same_headings_in_one_order():
+    pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    headings = {path.name: re.findall("^## (.+)$", path.read_text(), re.MULTILINE) for path in pages}
+
+    assert len(pages) > 20
+    assert {
+        name: found for name, found in headings.items() if found != ["Decision", "Considered", "Consequences"]
+    } == {}
+
+
+def test_numbers_of_decisions_that_are_named_are_those_of_pages():
+    numbers = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
+    listing = ["git", "grep", "-hoIE", r"decisions?[ /][0-9]{4}\b", "--", "*.md", "*.py", "*.toml", "Makefile"]
+    named = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+
+    assert {name[-4:] for name in named if name} - numbers == set()

@@ -1,4 +1,4 @@
-"""The engine grows no further, and modules import each other in one direction, in the core and in every plugin."""
+"""No distribution grows further, and modules import each other in one direction, in the core and in every plugin."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: Lines of code and modules of the engine (`make weight`). These numbers may only sink: move or merge something first.
-ENGINE = (8_841, 111)
 
 
 def sources() -> list[Path]:
@@ -18,14 +16,79 @@ def sources() -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py") if not path.name.startswith("test_"))
 
 
-def test_the_engine_grows_no_further(monkeypatch):
+@pytest.fixture
+def ceilings(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    import weight
+    import ceilings
 
-    modules = weight.modules(ROOT / "core" / "stratagem")
+    return ceilings
 
-    assert sum(map(weight.code_lines, modules)) <= ENGINE[0]
-    assert len(modules) <= ENGINE[1]
+
+@pytest.mark.slow
+def test_no_distribution_grows_further(ceilings):
+    wrong = ceilings.excesses(ceilings.count(), ceilings.read())
+
+    assert wrong == [], "\n".join(wrong)
+
+
+LIMITS = {
+    "lines": {"core": 100, "ddp": 20, "contrib": 7},
+    "modules": {"core": 3},
+    "sums": {"core_and_plugins": 120, "everything": 127},
+}
+
+
+@pytest.mark.parametrize(
+    ("lines", "limits", "messages"),
+    [
+        ({"core": 100, "ddp": 20, "contrib": 7}, {}, []),
+        ({"core": 90, "ddp": 20, "contrib": 7}, {}, []),
+        (
+            {"core": 99, "ddp": 21, "contrib": 7},
+            {},
+            [
+                "ddp has 21 lines of code; its ceiling is 20; remove or move 1, or take as many from another distribution "
+                "in this commit and run `make ceilings`"
+            ],
+        ),
+        ({"core": 99, "ddp": 21, "contrib": 7}, {"core": 99, "ddp": 21}, []),
+        (
+            {"core": 99, "ddp": 21, "contrib": 7},
+            {"ddp": 21},
+            [
+                "the ceilings of core_and_plugins sum to 121; expected 120; lower others by 1",
+                "the ceilings of everything sum to 128; expected 127; lower others by 1",
+            ],
+        ),
+        (
+            {"core": 99, "contrib": 27},
+            {},
+            ["contrib has 27", "ddp has a ceiling of 20 lines of code and does not exist"],
+        ),
+        ({"core": 99, "ddp": 20, "contrib": 7, "new": 1}, {}, ["new has 1 lines of code; its ceiling is 0"]),
+    ],
+)
+def test_what_needs_more_takes_it_from_another(ceilings, lines, limits, messages):
+    found = {"lines": lines, "modules": {"core": 3}}
+    wrong = ceilings.excesses(found, {**LIMITS, "lines": {**LIMITS["lines"], **limits}})
+
+    assert len(wrong) == len(messages)
+    assert all(sentence.startswith(message) for sentence, message in zip(wrong, messages, strict=True))
+
+
+def test_a_sum_that_would_rise_is_not_written(ceilings, monkeypatch, tmp_path):
+    monkeypatch.setattr(ceilings, "FILE", tmp_path / "code_lines.toml")
+    ceilings.FILE.write_text("[lines]\ncore = 100\nddp = 20\ncontrib = 7\n\n[modules]\ncore = 3\n\n"
+                             "[sums]\ncore_and_plugins = 120\neverything = 127\n")  # fmt: skip
+    monkeypatch.setattr(ceilings, "count", lambda: {**LIMITS, "sums": {"core_and_plugins": 121, "everything": 127}})
+    with pytest.raises(SystemExit, match="core_and_plugins would rise from 120 to 121 lines\nnothing was written"):
+        ceilings.main()
+
+    lines = {"core": 95, "ddp": 23, "contrib": 9}
+    monkeypatch.setattr(ceilings, "count", lambda: {**LIMITS, "lines": lines, "sums": ceilings.sums(lines)})
+    ceilings.main()
+
+    assert ceilings.read() == {**LIMITS, "lines": lines, "sums": {"core_and_plugins": 118, "everything": 127}}
 
 
 def test_comments_and_docstrings_weigh_nothing(tmp_path, monkeypatch):

@@ -273,7 +273,18 @@ def test_signatures_and_messages_are_shown(built):
 
     assert "on_epoch: bool | None = None" in module
     assert "has comm hooks of its own</dt><dd>expected one of the two <code>ConfigError</code>" in errors
-    assert (built / "changelog.html").read_text().count("<li>") > 50
+
+
+@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
+@pytest.mark.slow
+def test_the_page_of_changes_has_every_item(built):
+    page = html.unescape(re.sub("<[^>]+>", "", (built / "changelog.html").read_text()))
+    written = [*(DOCS / "changes").glob("*.md"), *ROOT.glob("CHANGELOG.md")]
+    parts = [part for path in written for part in re.split(r"^(?=\* |#)", path.read_text(), flags=re.MULTILINE)]
+    items = [" ".join(part[2:].replace("`", "").split()) for part in parts if part.startswith("* ")]
+
+    assert len(items) > 20
+    assert [item for item in items if item not in " ".join(page.split())] == []
 
 
 @pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")

@@ -304,7 +304,7 @@ class _Library:
         from filelock import FileLock
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / "stratagem.stack.lock"):
+        with FileLock(self.folder / "stratagem.lock"):
             yield
 
     def _state(self) -> str:

@@ -95,7 +95,7 @@ class ProcessGroupStrategy(Strategy):
 
     @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
-        """Evaluate with the first rank's buffers, which checkpoints have: ranks differ after a step (decision 0004)."""
+        """Evaluate with the first rank's buffers, which checkpoints have: ranks differ after a step."""
         import torch
 
         from stratagem_process_group.messages import broadcast_from_first, local_tensor

@@ -147,7 +147,7 @@ class UnitOrder:
         self._seen.append(event)
         if expected is not None and place < len(expected) and expected[place] == event:
             return
-        self._compare(event, together=expected is None)
+        self._compare(event, on_all_ranks=expected is None)
         same = (each for each in reversed(self._kind) if list(each[: place + 1]) == self._seen)
         self._expected = next(same, None)
 
@@ -160,9 +160,9 @@ class UnitOrder:
                 self._collectives.key_value_store().put(f"{self._key}/ended", "1")
         self._thread = self._store = None
 
-    def _compare(self, event: _Event, *, together: bool) -> None:
+    def _compare(self, event: _Event, *, on_all_ranks: bool) -> None:
         mine = (*self._where, *event)
-        if together:
+        if on_all_ranks:
             checksum = torch.tensor([zlib.crc32(repr(mine).encode())])
             with self._peers.traffic.sent_by("comparison of ranks"):
                 checksums = self._peers.all_gather(checksum)

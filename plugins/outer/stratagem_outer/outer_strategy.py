@@ -42,12 +42,12 @@ class OuterStrategy(DivergingReplicas, Strategy):
         return None, self.timeout
 
     def processes_per_team(self, world: World, inner: Strategy) -> int:
-        together = MULTI_PROCESS in inner.capabilities.provides
-        if together and self.team_size is None:
+        trains_several = MULTI_PROCESS in inner.capabilities.provides
+        if trains_several and self.team_size is None:
             world.check_equal_nodes(f"{self.path}.team_size is not set, so a node is a team", "set team_size to 1")
-        size = self.team_size or (world.local_world_size if together else 1)
+        size = self.team_size or (world.local_world_size if trains_several else 1)
         found = f"{self.path}.team_size is {size}{' by default' * (self.team_size is None)}"
-        if size > 1 and not together:
+        if size > 1 and not trains_several:
             raise ConfigError(
                 found + " and the strategy inside it trains in one process",
                 expected="1",

@@ -1,7 +1,7 @@
 """Average gradients over replicas while backward runs, in buckets that comm hooks may transform.
 
 torch's DDP cannot hold DTensors, averages all parameters over one group, and takes part in some pipeline schedules
-only; so buckets are formed here (decision 0047).
+only; so buckets are formed here (README.md tells why).
 
 [Note: equal messages on all ranks]
 Buckets are sent in a fixed order, whichever gradients arrive first, and a parameter without a gradient adds zeros. A

@@ -14,7 +14,8 @@ from typing import Any
 
 INTRODUCTION = """# Decisions
 
-Why things are as they are: each page says what was found, what was decided, and what it costs.
+Why things are as they are, for what binds the whole: each page says what was found, what was decided, what else was
+considered, and what follows. What binds one package is in the section "Decisions" of its README in `plugins/`.
 
 | number | title | status |
 |---|---|---|

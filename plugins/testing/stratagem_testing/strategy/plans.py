@@ -39,7 +39,7 @@ _FITS, _CANNOT_BE_PLANNED = 0, 3
 
 
 class PlanChecks(StrategyChecks):
-    """What a plan says is what a run does."""
+    """A plan says what a run sends, holds and computes."""
 
     #: Why `stratagem plan` cannot plan the strategy: words of its message. "" where it can, None where it may.
     unplannable: ClassVar[str | None] = ""
