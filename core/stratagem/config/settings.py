@@ -58,8 +58,6 @@ class RunSettings:
     strategy: Any = "auto"
     #: The dtypes of parameters, compute and gradient reduction.
     precision: Any = None
-    #: How gradients are sent; a list stacks hooks, outermost first.
-    comm_hook: Any = None
     #: How a process finds its rank; "auto" detects it.
     environment: Any = "auto"
     #: How the processes of this node are started.

@@ -61,14 +61,13 @@ def resolve(settings: Any) -> Stack:
     stack = Stack(
         strategies=strategies,
         precision=precision,
-        comm_hooks=_comm_hooks(chooser, settings, strategies[-1]),
         environment=environment,
         launcher=_launcher(chooser, settings, strategies[-1], len(devices) if one_each else 1),
         accelerator=accelerator,
         checkpoint=_checkpoint(chooser, settings, strategies[-1]),
         callbacks=_transforms(settings),
         loggers=[],
-        others=[*chooser.extras["plugin"], *_added(chooser, settings)],
+        others=[*chooser.extras["plugin"], *_added(chooser, settings, strategies[-1])],
         automatic=automatic_callbacks(settings, "callback"),
         devices=devices,
         devices_given=given,
@@ -251,24 +250,37 @@ def _unset(value: Any) -> bool:
 
 #: The kinds that the engine and its Trainer call by name; a `Stack` has a field for each.
 _OF_STACK = {
-    "strategy", "precision", "comm_hook", "environment", "launcher", "accelerator", "checkpoint", "callback", "logger",
+    "strategy", "precision", "environment", "launcher", "accelerator", "checkpoint", "callback", "logger",
 }  # fmt: skip
 
 
-def _added(chooser: Chooser, settings: Any) -> list[Choice]:
-    """Return the plugins of the kinds that other packages add: those that the user chose, else the kind's default."""
+def _added(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choice]:
+    """Return the plugins of the kinds that other packages add: the user's, else the strategy's, else the default."""
     choices = []
     for kind in registry.kinds().values():
         if kind.name in _OF_STACK:
             continue
         value = settings.chosen.get(kind.argument)
         found = chooser.many(kind.name, None if value is False else value)
+        if wanted := strategy.plugin.default_plugins(kind.name):
+            _check_not_chosen(kind, found, strategy)
+            reason = f"{strategy} needs it"
+            found = [attrs.evolve(choice, reason=reason) for choice in chooser.many(kind.name, wanted)]
         if kind.single and len(found) > 1:
             raise _several(kind.name, found)
         if kind.default and not found and _unset(value) and kind.needs_trainer <= settings.for_trainer:
             found = _default_of(kind, chooser)
         choices += found
     return choices
+
+
+def _check_not_chosen(kind: Kind, choices: list[Choice], strategy: Choice) -> None:
+    if choices:
+        raise ConfigError(
+            f"{kind.argument} is {[choice.name for choice in choices]} and {strategy} has "
+            f"{kind.name.replace('_', ' ')}s of its own",
+            expected="one of the two",
+        )
 
 
 def _default_of(kind: Kind, chooser: Chooser) -> list[Choice]:
@@ -297,17 +309,6 @@ def _checkpoint(chooser: Chooser, settings: Any, strategy: Choice) -> Choice:
     return _for_strategy(
         chooser, "checkpoint", settings.checkpoint, strategy, strategy.plugin.default_checkpoint(), "checkpoint"
     )
-
-
-def _comm_hooks(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choice]:
-    asked, wanted = chooser.many("comm_hook", settings.comm_hook), strategy.plugin.default_comm_hooks()
-    if asked and wanted:
-        raise ConfigError(
-            f"comm_hook is {[choice.name for choice in asked]} and {strategy} has comm hooks of its own",
-            expected="one of the two",
-        )
-    reason = f"{strategy} needs it"
-    return asked or [attrs.evolve(choice, reason=reason) for choice in chooser.many("comm_hook", wanted or None)]
 
 
 def _for_strategy(chooser: Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None, role: str) -> Choice:
