@@ -96,16 +96,6 @@ def check_order(stack: Stack) -> None:
             kind.check(choices, stack)
 
 
-def check_sync_batchnorm(settings: Any, stack: Stack) -> None:
-    """Refuse `sync_batchnorm` under a strategy with several devices in one process."""
-    if getattr(settings, "sync_batchnorm", False) and len(stack.devices) > stack.num_processes:
-        raise ConfigError(
-            f"sync_batchnorm is True, and {stack.strategies[-1]} trains on {len(stack.devices)} devices in one process",
-            expected="one process for each device",
-            do="drop it, or choose a strategy with one process for each device",
-        )
-
-
 def check_absorbed(stack: Stack) -> None:
     """Refuse options of a precision that a strategy applies itself: they would have no effect."""
     precision = stack.precision
