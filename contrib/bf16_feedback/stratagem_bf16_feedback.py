@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from attrs import define, field
 
-from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, CommHook, hookimpl
+from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, hookimpl
 from stratagem.api.per_run import PerRun
+from stratagem_buckets import CommHook
 
 
 @define(eq=False, kw_only=True)

@@ -3,7 +3,8 @@
 import torch
 
 import stratagem
-from stratagem.api import Bucket
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_testing import CommHookConformance
 
 
@@ -15,7 +16,7 @@ class TestBF16Feedback(CommHookConformance):
 
 def test_rounding_errors_do_not_accumulate():
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
-    reduce = run.bucket_reducer()  # over one process: the average is what was sent
+    reduce = bucket_reducer(run)  # over one process: the average is what was sent
     gradient, total = torch.full((8,), 1.001), torch.zeros(8)
 
     for _ in range(100):
@@ -26,7 +27,7 @@ def test_rounding_errors_do_not_accumulate():
 
 def test_a_residual_is_not_added_to_another_parameter():
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
-    reduce = run.bucket_reducer()
+    reduce = bucket_reducer(run)
     first, second = torch.zeros(4), torch.zeros(4)
     reduce(Bucket(buffer=torch.tensor([1.001] * 4 + [0.0] * 4), parameters=(first, second))).wait()
 

@@ -28,7 +28,8 @@ _NAMES = {
     "stratagem.config.devices": "find_usable_cuda_devices",
     "stratagem.runtime.rank_zero": "rank_zero_only rank_zero_info rank_zero_warn",
     "stratagem.api.markers": "hookimpl",
-    "stratagem.api.kinds": "Strategy Precision CommHook Environment Launcher Accelerator CheckpointFormat Command",
+    "stratagem.api.kinds": "Strategy Precision Environment Launcher Accelerator CheckpointFormat Command",
+    "stratagem_buckets": "CommHook",
     "stratagem_trainer.api.kinds": "Callback Logger",
     "stratagem.api.capabilities": "Capabilities",
     "stratagem.api.world": "World",
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from stratagem.api.kinds import Accelerator as Accelerator
     from stratagem.api.kinds import CheckpointFormat as CheckpointFormat
     from stratagem.api.kinds import Command as Command
-    from stratagem.api.kinds import CommHook as CommHook
     from stratagem.api.kinds import Environment as Environment
     from stratagem.api.kinds import Launcher as Launcher
     from stratagem.api.kinds import Precision as Precision
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from stratagem.runtime.rank_zero import rank_zero_only as rank_zero_only
     from stratagem.runtime.rank_zero import rank_zero_warn as rank_zero_warn
     from stratagem.runtime.run import Run as Run
+    from stratagem_buckets import CommHook as CommHook
     from stratagem_trainer.api.kinds import Callback as Callback
     from stratagem_trainer.api.kinds import Logger as Logger
     from stratagem_trainer.combined_loader import CombinedLoader as CombinedLoader
@@ -83,7 +84,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != "stratagem_trainer":
+        if str(error.name).partition(".")[0] not in ("stratagem_trainer", "stratagem_buckets"):
             raise
         message = f"stratagem.{name} is in a package that is not installed; run `pip install stratagem`"
         raise ModuleNotFoundError(message, name=error.name) from None

@@ -144,5 +144,28 @@ def _in_words(value: Any) -> str:
     return f"an object of the class {type(value).__name__}" if " at 0x" in text else text
 
 
+def differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], one_name: str, other_name: str, ignored: set[str] | None = None
+) -> str:
+    """Return the first differences in words; an empty string if there are none."""
+    missing = "(not set)"
+    names = [
+        name
+        for name in sorted({**one, **other})
+        if not _same(one.get(name, missing), other.get(name, missing))
+        and name.partition(".")[0].partition("#")[0] not in (ignored or ())
+    ]
+    # Where two plugins differ, so do their options.
+    names = [name for name in names if not any(name.startswith(f"{plugin}.") for plugin in names)]
+    parts = [f"{n} is {one.get(n, missing)!r} {one_name} and {other.get(n, missing)!r} {other_name}" for n in names[:3]]
+    return "; ".join(parts) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _same(one: Any, other: Any) -> bool:
+    import json
+
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN is itself, a tuple is a list
+
+
 def _rebuild(cls: type[StratagemError], found: str, expected: str, do: str) -> StratagemError:
     return cls(found, expected=expected, do=do)

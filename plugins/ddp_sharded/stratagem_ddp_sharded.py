@@ -25,12 +25,13 @@ from attrs import define, field, frozen
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stratagem.api import GRADIENT_BUCKETS, Bucket, Capabilities, Collectives, hookimpl
+from stratagem.api import GRADIENT_BUCKETS, Capabilities, Collectives, hookimpl
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state, taken_out
 from stratagem.api.options import options
 from stratagem.api.validators import more_than
 from stratagem.checkpoint.cpu_copies import as_gathered
-from stratagem.distributed.bucket_reducer import check_dense
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer, check_dense
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 from stratagem_process_group.losses import check_reached
 
@@ -88,7 +89,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         module = module.to(run.device)
         run.collectives.replicate((*module.parameters(), *module.buffers()))
         self._divide(module, run.peers.world_size)
-        self._reduce = run.bucket_reducer() if run.stage == "train" else None
+        self._reduce = bucket_reducer(run) if run.stage == "train" else None
         self._stop_sending()
         if run.stage == "train":
             check_dense(

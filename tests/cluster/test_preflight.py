@@ -21,7 +21,7 @@ import pytest
 from ports import free_port
 from programs import scripts
 from stratagem.api.world import World
-from stratagem.runtime.preflight import meet
+from stratagem_meeting import meet
 from stratagem_testing import run_in_processes
 
 #: One worker starts the processes, once.

@@ -37,11 +37,13 @@ from stratagem.api.capabilities import (
 )
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.api.seeding import sampler_seed
-from stratagem.api.values import Bucket, PrecisionPolicy
+from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives
 from stratagem.comm_hooks import FP16Compress
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.precisions import FullPrecision, MixedPrecision, ScaledPrecision, TruePrecision
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_testing import (
     CallbackConformance,
     CommHookConformance,
@@ -108,7 +110,7 @@ class Replicated(Strategy):
                 parameter.grad = part.view_as(parameter).clone()
 
     def reduce(self, bucket, run):
-        reducer = run.bucket_reducer()
+        reducer = bucket_reducer(run)
         return (reducer(bucket) if reducer else run.collectives.average_async(bucket.buffer)).wait()
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from attrs import define
 
 import stratagem as sg
-from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
 from stratagem_testing.training import train, weights_on_all_ranks
@@ -46,7 +47,7 @@ class Twice(sg.CommHook):
 
 
 def reducer(*hooks, over):
-    return sg.Run(strategy="ddp", comm_hook=list(hooks), accelerator="cpu").bucket_reducer(over=over)
+    return bucket_reducer(sg.Run(strategy="ddp", comm_hook=list(hooks), accelerator="cpu"), over=over)
 
 
 def buckets(count):
@@ -301,7 +302,7 @@ def _traffic(rank, world_size):
     run = sg.Run(strategy="ddp", comm_hook=[Twice()], devices=world_size, accelerator="cpu")
     run.connect()
     run.collectives.traffic.counts.clear()
-    reduce = run.bucket_reducer()
+    reduce = bucket_reducer(run)
     for bucket in buckets(2):
         future = reduce(bucket)
     future.wait()

@@ -11,7 +11,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.api.options import options
-from stratagem.config.settings import RunSettings
+from stratagem.config.settings import RunSettings, added_arguments, option_names
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem_testing.reference import Net, joined_batches
@@ -33,7 +33,7 @@ def test_constructors_have_every_setting_with_its_default_and_a_type(owner, sett
     known = {field.name: field for field in attrs.fields(settings) if field.init}
 
     assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
-    assert set(parameters) == set(known)
+    assert set(parameters) == set(option_names(settings))
     assert {name for name, each in parameters.items() if each.annotation == "Any"} == ANYTHING
     for name, field in known.items():
         default = None if isinstance(field.default, attrs.Factory) else field.default
@@ -45,6 +45,7 @@ def test_every_argument_is_documented(settings):
     documented = option_docs(settings)
 
     assert [field.name for field in attrs.fields(settings) if field.init and not documented.get(field.name)] == []
+    assert [name for name in added_arguments(settings) if not registry.kinds()[name].doc] == []
 
 
 @pytest.mark.parametrize("method", [sg.Module.log, sg.Module.log_dict, sg.Trainer.log_metric, TrainerView.log_metric])

@@ -32,10 +32,10 @@ from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.reports import left, report
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.runtime.arrivals import Arrival, different_models, ranks_in_words
 from stratagem_launchers_local.children import Child, end
 from stratagem_launchers_local.reports import root_cause
 from stratagem_launchers_local.supervision import start_for_good
+from stratagem_meeting.arrivals import Arrival, different_models, ranks_in_words
 from stratagem_peer_diagnosis import diagnosis
 from stratagem_testing import run_in_processes
 

@@ -91,7 +91,7 @@ def test_one_process_gets_the_default_of_every_kind():
     assert stack.strategies[0].reason == "the default for one process"
     assert stack.precision.name == "32-true"
     assert stack.checkpoint.name == "full"
-    assert stack.comm_hooks == []
+    assert stack.of("comm_hook") == []
     assert stack.devices == (0,)
     assert not stack.devices_given
 
@@ -126,7 +126,7 @@ def test_plugins_act_in_the_order_of_their_kinds():
         "callback", "logger",
     ]  # fmt: skip
     assert names(stack.strategies) == ["local_sgd", "ddp"]
-    assert names(stack.comm_hooks) == ["powersgd", "fp16_compress"]
+    assert names(stack.of("comm_hook")) == ["powersgd", "fp16_compress"]
     assert stack.strategy is stack.strategies[-1].plugin
 
 

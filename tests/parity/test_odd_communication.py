@@ -52,7 +52,7 @@ class Asks(sg.Callback):
 
     @sg.hookimpl
     def on_train_start(self, trainer, run):
-        hooks = [choice.plugin for choice in run.stack.comm_hooks]
+        hooks = [choice.plugin for choice in run.stack.of("comm_hook")]
         counted = hooks[0].steps(run) if hooks else run.stack.strategies[0].plugin.steps
         trainer.callback_metrics["steps before"] = float(counted)
 
@@ -107,7 +107,7 @@ def _saves_and_loads(rank, world_size, folder):
         return (run, module, *run.setup(module, module.configure_optimizers()))
 
     def norm(run):
-        return run.stack.comm_hooks[0].plugin.statistics(run)["error_norm"]
+        return run.stack.of("comm_hook")[0].plugin.statistics(run)["error_norm"]
 
     run, module, model, optimizer = make()
     for x, y in BATCHES[:3]:
@@ -157,7 +157,10 @@ def _accounts(rank, world_size, strategy, precision, sick):
     )
     module = Constant(sick)
     trainer.fit(module, [torch.zeros(1)] * 40)
-    skipped, feedback = trainer.position.skipped_steps, trainer.run.stack.comm_hooks[0].plugin.feedback(trainer.run)
+    skipped, feedback = (
+        trainer.position.skipped_steps,
+        trainer.run.stack.of("comm_hook")[0].plugin.feedback(trainer.run),
+    )
     residual = trainer.run.collectives.all_reduce(feedback.residuals["steady"] / (feedback.scale or 1.0), "mean")
     return skipped, (residual - module.steady.detach()) / module.slope
 
@@ -330,7 +333,7 @@ LITERAL = {
 def test_the_literal_form_travels_and_trains(options):
     run = sg.Run(strategy=DDPStrategy(**options), accelerator="cpu")
     copied = pickle.loads(pickle.dumps(run.stack))  # as a launcher that starts fresh processes does
-    assert [choice.name for choice in copied.comm_hooks] == [choice.name for choice in run.stack.comm_hooks]
+    assert [choice.name for choice in copied.of("comm_hook")] == [choice.name for choice in run.stack.of("comm_hook")]
 
     results = run_in_processes(_fits, 2, Net, {"strategy": DDPStrategy(**options)})
 

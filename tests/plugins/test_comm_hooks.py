@@ -17,7 +17,6 @@ import stratagem as sg
 import stratagem_comm_hooks.lossy
 from stratagem.api.readback import Readback
 from stratagem.api.traffic import wire_bytes
-from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.comm_hooks import (
     AllReduce,
@@ -30,6 +29,8 @@ from stratagem.comm_hooks import (
     TopK,
 )
 from stratagem.errors import ConfigError, StratagemError
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_comm_hooks.error_feedback import Chunk, ErrorFeedback
 from stratagem_comm_hooks.int8 import Int8Codec
 from stratagem_comm_hooks.lossy import is_finite
@@ -118,7 +119,7 @@ class Recorded(Collectives):
 def sent(hook, buffer):
     """Return what came of sending `buffer` through `hook`, and the dtypes that travelled."""
     wire = Recorded()
-    reduce = sg.Run(strategy="ddp", comm_hook=[hook], accelerator="cpu").bucket_reducer(over=wire)
+    reduce = bucket_reducer(sg.Run(strategy="ddp", comm_hook=[hook], accelerator="cpu"), over=wire)
     return reduce(Bucket(buffer=buffer)).wait(), wire.seen
 
 
@@ -149,7 +150,7 @@ def test_complex_gradients_keep_both_parts(hook):
 def test_the_stack_runs_from_the_outside_in():
     run = sg.Run(strategy="ddp", comm_hook=["fp16_compress", "bf16_compress"], accelerator="cpu")
 
-    assert [choice.name for choice in run.stack.comm_hooks] == ["fp16_compress", "bf16_compress"]
+    assert [choice.name for choice in run.stack.of("comm_hook")] == ["fp16_compress", "bf16_compress"]
 
 
 # --- Beside references -------------------------------------------------------------------------------------------
@@ -495,7 +496,7 @@ def _bytes(rank, world_size, hooks):
     for hook in hooks:
         run = sg.Run(strategy="ddp", comm_hook=hook, devices=world_size, accelerator="cpu")
         run.connect()
-        reduce = run.bucket_reducer()
+        reduce = bucket_reducer(run)
         run.collectives.traffic.counts.clear()
         reduce(one_bucket()).wait()
         counted.append({name: count.wire for (name, _), count in run.collectives.traffic.counts.items()})
@@ -729,7 +730,7 @@ class SaveAfter(sg.Callback):
     def on_train_epoch_end(self, trainer, run):
         if trainer.current_epoch == self.epoch:
             trainer.save_checkpoint(self.path)
-            hook = run.stack.comm_hooks[0].plugin
+            hook = run.stack.of("comm_hook")[0].plugin
             self.state, self.statistics = hook.rank_state(run), hook.statistics(run)
 
 
@@ -738,7 +739,7 @@ class Remembers(sg.Callback):
 
     @sg.hookimpl
     def on_fit_start(self, run):
-        self.state = run.stack.comm_hooks[0].plugin.rank_state(run)
+        self.state = run.stack.of("comm_hook")[0].plugin.rank_state(run)
 
 
 #: With a search for unused parameters DDP leaves its buckets as they were: a resumed run cuts them as the first did.
@@ -860,7 +861,7 @@ def test_another_number_of_ranks_keeps_the_sum_of_residuals(tmp_path):
 
 def test_what_is_remembered_belongs_to_a_run_and_its_module():
     run, other = (sg.Run(strategy="ddp", comm_hook=OneBit(), accelerator="cpu") for _ in range(2))
-    hook = run.stack.comm_hooks[0].plugin
+    hook = run.stack.of("comm_hook")[0].plugin
     first, second = Net(), Net()
 
     run.module = first
@@ -918,7 +919,7 @@ def test_what_cannot_work_is_refused(hook, message):
 def test_rank_has_two_names(options, rank):
     run = sg.Run(strategy="ddp", comm_hook={"name": "powersgd"} | options, accelerator="cpu")
 
-    assert run.stack.comm_hooks[0].plugin.rank == rank
+    assert run.stack.of("comm_hook")[0].plugin.rank == rank
 
 
 # --- Corners -----------------------------------------------------------------------------------------------------
@@ -938,7 +939,7 @@ def test_a_matrix_of_low_rank_arrives_whole(dtype, epsilon):
     bucket = Bucket(buffer=buffer, parameters=(torch.nn.Parameter(outer),), gradients=(buffer.view(20, 30),))
     run = sg.Run(strategy="ddp", comm_hook=powersgd(orthogonalization_epsilon=epsilon), accelerator="cpu")
 
-    result = run.bucket_reducer()(bucket).wait().view(20, 30)
+    result = bucket_reducer(run)(bucket).wait().view(20, 30)
 
     assert result.dtype == dtype
     assert float((result - outer).abs().max()) < (0.3 if dtype == torch.bfloat16 else 1e-4)
@@ -949,7 +950,7 @@ def test_a_matrix_of_low_rank_arrives_whole(dtype, epsilon):
 def test_nothing_is_a_dead_end_for_a_warm_start(value, epsilon):
     hook = PowerSGD(start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
     run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
-    reduce = run.bucket_reducer()
+    reduce = bucket_reducer(run)
     hook._checks.of(run).steps = 2
 
     reduce(one_bucket(value)).wait()
@@ -1007,7 +1008,7 @@ def test_residuals_follow_the_loss_scale_on_the_device():
 def test_nothing_is_lost_on_one_rank():
     for hook in (Int8(), TopK(), OneBit(start_iter=0)):
         run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
-        result = run.bucket_reducer()(Bucket(buffer=torch.tensor([1.0, -0.1, 0.003]))).wait()
+        result = bucket_reducer(run)(Bucket(buffer=torch.tensor([1.0, -0.1, 0.003]))).wait()
         assert result.tolist() == pytest.approx([1.0, -0.1, 0.003])
 
 

@@ -31,7 +31,7 @@ def local_state():
 
 def stack_of(**options):
     run = sg.Run(strategy=DDPStrategy(**options), accelerator="cpu")
-    return [(choice.name, choice.plugin) for choice in run.stack.comm_hooks]
+    return [(choice.name, choice.plugin) for choice in run.stack.of("comm_hook")]
 
 
 @pytest.mark.parametrize(

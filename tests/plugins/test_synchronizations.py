@@ -185,7 +185,7 @@ def test_ddp_leaves_batches_to_the_run_on_a_gpu(monkeypatch):
     module = nn.Linear(1, 1)
     module.to = lambda device: module
     run = types.SimpleNamespace(
-        device=torch.device("cuda", 0), stage="train", manual=False, bucket_reducer=lambda: None,
+        device=torch.device("cuda", 0), stage="train", manual=False, plugins_of=lambda kind: [],
         peers=types.SimpleNamespace(group=None), collectives=types.SimpleNamespace(traffic=None),
         environment=types.SimpleNamespace(simulated=False),
     )  # fmt: skip

@@ -374,7 +374,7 @@ def _communication_snippets(rank, world_size):
     trainer = names["trainer"]
     trainer.fit(Net(), part(joined_batches(50, 8), rank, world_size))
     run = sg.Run(strategy=names["strategy"], accelerator="cpu")
-    return trainer.callback_metrics["comm/compression_ratio"], [choice.name for choice in run.stack.comm_hooks]
+    return trainer.callback_metrics["comm/compression_ratio"], [choice.name for choice in run.stack.of("comm_hook")]
 
 
 @pytest.mark.slow

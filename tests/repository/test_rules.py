@@ -150,6 +150,7 @@ def test_catalog_defaults_exist():
 
     assert {
         *catalog._catalog()["defaults"].values(),
+        *catalog.arguments().values(),
         *catalog.automatic("callback"),
         *catalog.automatic("trainer_callback"),
     } <= known

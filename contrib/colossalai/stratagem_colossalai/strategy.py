@@ -25,6 +25,7 @@ from stratagem.api import (
     hookimpl,
 )
 from stratagem.errors import ConfigError
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_colossalai import engine
 from stratagem_colossalai.options import PATH, ColossalAIOptions
 from stratagem_process_group import group_options_after
@@ -89,7 +90,7 @@ class ColossalAIStrategy(ColossalAIOptions):
         from stratagem_colossalai.replica import replicated
 
         replica = replicated(module, self._options(run), run.peers.group, run.collectives.traffic)
-        reducer = run.bucket_reducer()
+        reducer = bucket_reducer(run)
         if reducer is None:
             self._num_bytes = sum(parameter.nbytes for parameter in trained)
         else:

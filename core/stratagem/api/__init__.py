@@ -34,7 +34,6 @@ from stratagem.api.kinds import (
     Accelerator,
     CheckpointFormat,
     Command,
-    CommHook,
     Environment,
     Kind,
     Launcher,
@@ -43,7 +42,7 @@ from stratagem.api.kinds import (
     Strategy,
 )
 from stratagem.api.markers import hookimpl
-from stratagem.api.values import Bucket, Confidence, Evidence, PrecisionPolicy
+from stratagem.api.values import Confidence, Evidence, PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 
 __all__ = [
@@ -71,11 +70,9 @@ __all__ = [
     "TEAMS",
     "WITHIN_TEAM",
     "Accelerator",
-    "Bucket",
     "Capabilities",
     "CheckpointFormat",
     "Collectives",
-    "CommHook",
     "Command",
     "Confidence",
     "Environment",

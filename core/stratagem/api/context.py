@@ -8,34 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
     from torch import Tensor, nn
-    from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
-    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Strategy
-    from stratagem.api.values import Bucket, PrecisionPolicy
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Strategy
+    from stratagem.api.values import PrecisionPolicy
     from stratagem.api.world import Collectives, Mesh, Timeouts, World
-
-
-class BucketReducer(Protocol):
-    """A function that averages gradient buckets over ranks, through all comm hooks of the run."""
-
-    def __call__(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Start to average `bucket`; the future holds the average, in a tensor like ``bucket.buffer``."""
-
-    def finish(self) -> None:
-        """Wait until all buckets of this backward are averaged, including the one with `is_last`."""
-
-    def serve(self, replica: DistributedDataParallel) -> None:
-        """Register the comm hooks on `replica`, so that its buckets are averaged through them.
-
-        Raises:
-            ConfigError: a layer has sparse gradients, which buckets cannot hold.
-        """
 
 
 class Materializer(Protocol):
@@ -163,15 +145,6 @@ class RunContext(Protocol):
     def timeouts(self) -> Timeouts:
         """How long a rank waits for the other ranks."""
 
-    def bucket_reducer(self, over: Collectives | None = None) -> BucketReducer | None:
-        """Return a function that averages buckets through all comm hooks; None if there are none.
-
-        A strategy that provides "gradient-buckets" calls this in `wrap_model`, and sends every bucket through it.
-
-        Args:
-            over: the ranks to average over, if not `peers`.
-        """
-
     # --- Settings and plugins------------------------------------------------------------------------------------
 
     @property
@@ -182,9 +155,8 @@ class RunContext(Protocol):
     def strategy(self) -> Strategy:
         """The strategy that answers hooks: the innermost one."""
 
-    @property
-    def comm_hooks(self) -> Sequence[CommHook]:
-        """The communication hooks, outermost first."""
+    def plugins_of(self, kind: str) -> list[Any]:
+        """Return the plugins of `kind`, such as "comm_hook", in the order in which they act."""
 
     @property
     def accelerator(self) -> Accelerator:

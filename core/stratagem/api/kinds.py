@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import define, field, fields, frozen
 
-from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
+from stratagem.api.capabilities import Capabilities
 from stratagem.api.paths import modified_at
 from stratagem.api.values import Evidence, PrecisionPolicy
 from stratagem.api.world import Mesh, World
@@ -170,8 +170,11 @@ class Strategy(Plugin):
         """Return the checkpoint format that this strategy requires; None accepts any."""
         return None
 
-    def default_comm_hooks(self) -> list[Any]:
-        """Return the comm hooks that options of this strategy choose, as a user would pass them for ``comm_hook=``."""
+    def default_plugins(self, kind: str) -> list[Any]:
+        """Return the plugins of `kind` that options of this strategy choose, as a user would pass them.
+
+        Asked for each kind that another package than the engine adds, such as "comm_hook".
+        """
         return []
 
     def how_to_provide(self, word: str) -> str:
@@ -251,29 +254,6 @@ class Precision(Plugin):
     def policy(self) -> PrecisionPolicy:
         """Return which dtype is used where; called before any process starts."""
         return PrecisionPolicy()
-
-
-@define(eq=False, repr=False, kw_only=True)
-class CommHook(Plugin):
-    """Averages gradient buckets. Must implement `reduce_bucket`. Several can be combined; the first is outermost."""
-
-    kind: ClassVar[str] = "comm_hook"
-    identified_by_options: ClassVar[bool] = True
-    #: It needs the gradients' shapes, which only the first hook gets.
-    outermost: ClassVar[bool] = False
-    #: It calls collectives itself, not through the next hook: it must be the last hook.
-    innermost: ClassVar[bool] = False
-    #: It yields exactly once for each bucket. It is then resumed while backward still computes, in another thread, for
-    #: several buckets at the same time.
-    single_message: ClassVar[bool] = False
-    capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
-
-    def statistics(self, run: Any) -> dict[str, float]:
-        """Return metrics of this rank; called between two steps. No collectives.
-
-        `run` is a `stratagem.api.context.RunContext`.
-        """
-        return {}
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -460,6 +440,8 @@ class Kind:
     single: bool = False
     #: The argument of `Trainer` and `Run` that chooses plugins of this kind; the kind's name unless set.
     argument: str = field()
+    #: What the argument chooses, for help; of a kind that another package than the engine adds.
+    doc: str = ""
     #: Hooks that each plugin of this kind must implement.
     duties: tuple[str, ...] = ()
     #: The plugin that a run has where none is chosen, unless the argument is False or []; "" for none.
@@ -476,8 +458,11 @@ class Kind:
     needs_trainer: bool = False
     #: Called with each plugin of this kind and the run that has it, in each process, before any hook.
     joined: Callable[[Any, Any], None] | None = None
-    #: Kinds are listed in this order. Plugins of a kind that another package adds are called after those of the
-    #: engine's kinds and before callbacks, among themselves in this order.
+    #: Called with the choices of this kind, each a ``name`` and a ``plugin``, and the stack, before any process starts:
+    #: it raises a ConfigError for plugins that cannot be combined.
+    check: Callable[[Any, Any], None] | None = None
+    #: Kinds are listed, and their plugins called, in this order: the engine's have 10 to 70, callbacks 90, loggers 100.
+    #: A kind that a package adds comes before callbacks.
     place: int = 80
 
     @argument.default
@@ -491,13 +476,12 @@ class Kind:
 
 
 def _ours(place: int, base: type[Plugin], module: str, **facts: Any) -> Kind:
-    conformance = f"stratagem_testing:{''.join(word.capitalize() for word in base.kind.split('_'))}Conformance"
+    conformance = f"stratagem_testing:{base.kind.capitalize()}Conformance"
     return Kind(base.kind, base, conformance=conformance, module=module, place=place, **facts)
 
 
 STRATEGY: Final = _ours(10, Strategy, "strategies", duties=("wrap_model",))
 PRECISION: Final = _ours(20, Precision, "precisions", single=True)
-COMM_HOOK: Final = _ours(30, CommHook, "comm_hooks", duties=("reduce_bucket",))
 ENVIRONMENT: Final = _ours(40, Environment, "environments", single=True, duties=("setup_environment",))
 LAUNCHER: Final = _ours(50, Launcher, "launchers", single=True, duties=("launch",))
 ACCELERATOR: Final = _ours(60, Accelerator, "accelerators", single=True)

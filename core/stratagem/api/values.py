@@ -1,4 +1,4 @@
-"""Values that hooks and plugins pass: a bucket of gradients, a policy of dtypes, the evidence of an environment."""
+"""Values that hooks and plugins pass: a policy of dtypes, the evidence of an environment."""
 
 from __future__ import annotations
 
@@ -28,28 +28,6 @@ class PrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     #: Whether the loss is scaled so that small gradients do not vanish.
     loss_scaling: bool = False
-
-
-@frozen(eq=False, kw_only=True)
-class Bucket:
-    """A flat buffer of gradients to average over the ranks; the argument of a comm hook.
-
-    For a hook that is stacked under another one, `buffer` is what the hook above sends, and `parameters` is empty.
-    Exactly one bucket per backward must set `is_last`; without it training hangs.
-    """
-
-    #: 1-D, any floating dtype; a hook may overwrite it.
-    buffer: torch.Tensor
-    #: The same index is the same bucket on every rank. DDP lays its buckets out once more after the first step of a
-    #: process: an index may then have other parameters, or the same in another order. Below another hook an index may
-    #: come several times in a step, with messages of different sizes.
-    index: int = 0
-    #: The last bucket of this backward.
-    is_last: bool = True
-    #: The parameters whose gradients lie in `buffer`, in that order.
-    parameters: tuple[torch.Tensor, ...] = ()
-    #: Views into `buffer`, one for each parameter.
-    gradients: tuple[torch.Tensor, ...] = ()
 
 
 class Confidence(enum.IntEnum):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
 from stratagem.discovery.catalog import moved_names
 from stratagem.distributed.uncaught_errors import end_with_sentence
-from stratagem.errors import ConfigError, nearest, shown
+from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -58,8 +56,6 @@ class RunSettings:
     strategy: Any = "auto"
     #: The dtypes of parameters, compute and gradient reduction.
     precision: Any = None
-    #: How gradients are sent; a list stacks hooks, outermost first.
-    comm_hook: Any = None
     #: How a process finds its rank; "auto" detects it.
     environment: Any = "auto"
     #: How the processes of this node are started.
@@ -222,35 +218,6 @@ def added_arguments(cls: type[RunSettings]) -> list[str]:
 def option_names(cls: type[Any]) -> list[str]:
     """Return the arguments of `cls`, and those of kinds that other packages add."""
     return [*option_types(cls), *added_arguments(cls)]
-
-
-# --- The argument `compile` -------------------------------------------------------------------------------------------
-
-
-def compile_options(value: Any) -> dict[str, Any] | None:
-    """Return the options of the callback that ``compile=value`` adds; None if it adds none.
-
-    Raises:
-        ConfigError: it is neither a switch, a mode nor a mapping of options.
-    """
-    switches = {"true": True, "false": False, "none": None}
-    if isinstance(value, str) and value.strip().startswith("{"):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if isinstance(value, str):
-        value = switches.get(value.strip().lower(), value)  # from a command line or the environment
-    if value is None or value is False:
-        return None
-    if value is True:
-        return {}
-    if isinstance(value, str):
-        return {"mode": value}
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return dict(value)
-    raise ConfigError(
-        f"compile is {shown(value)}", expected="true or false, a mode, or a mapping of options",
-        do='write compile=True, compile="max-autotune" or compile={"dynamic": True}',
-    )  # fmt: skip
 
 
 # --- Constructors -----------------------------------------------------------------------------------------------------

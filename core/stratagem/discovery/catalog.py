@@ -24,6 +24,11 @@ def default(role: str) -> str:
     return str(_catalog()["defaults"][role])
 
 
+def arguments() -> dict[str, str]:
+    """Return the arguments of a run that stand for a callback, each with its name."""
+    return dict(_catalog()["arguments"])
+
+
 def automatic(group: str) -> list[str]:
     """Return the names of the callbacks of every run ("callback"), of every fit ("trainer_callback", "check")."""
     return list(_catalog()["automatic"][group])

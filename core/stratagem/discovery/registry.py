@@ -69,7 +69,11 @@ class Entry(NamedTuple):
 def entries(kind: str | None = None, hidden: bool = False) -> list[Entry]:
     """Return the installed plugins (of one `kind`), sorted; with `hidden` also those that allow and deny lists hide."""
     listed = _scan() if hidden else _visible(os.environ.get(ALLOW_VARIABLE, ""), os.environ.get(DENY_VARIABLE, ""))
-    return [entry for entry in listed if (entry.kind != "kind" if kind is None else entry.kind == kind)]
+    return [entry for entry in listed if (entry.kind not in _NOT_CHOSEN if kind is None else entry.kind == kind)]
+
+
+#: What packages have beside plugins and commands: kinds, and what ranks do before they connect.
+_NOT_CHOSEN = ("kind", "meeting")
 
 
 # --- Kinds -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from attrs import evolve
 
 from stratagem.api.capabilities import MULTI_PROCESS
 from stratagem.api.world import Collectives, Mesh, World
+from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, d
     """Join the other ranks, after all have met and compared their settings; return their collectives."""
     if world.world_size > 1:
         from stratagem.distributed.rendezvous import check_address
-        from stratagem.runtime.preflight import meet
         from stratagem.stack.description import facts
 
         start = stack.timeouts().start
@@ -35,7 +35,8 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, d
             world = agree_on_generation(world, start)
         identity = stack.accelerator.plugin.identity(device)
         may_share = any(choice.plugin.may_share_device() for choice in stack.strategies)
-        meet(world, facts(stack, settings), start, identity, may_share_device=may_share)
+        for meeting in registry.entries("meeting", hidden=True):
+            meeting.load()(world, facts(stack, settings), start, identity, may_share_device=may_share)
     collectives: Collectives = hooks.ask("connect", world=world)
     return collectives
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
-from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Plugin, Strategy
+from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Plugin, Strategy
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, Timeouts, World
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.context import Materializer, RunContext
-    from stratagem.distributed.bucket_reducer import BucketReducer
     from stratagem.runtime.handles import ModelHandle
     from stratagem.runtime.transfer import CopyStream
 
@@ -98,10 +97,6 @@ class Context:
         self.copy_stream: CopyStream | None = None
         #: Restores torch's switches.
         self._numerics = contextlib.ExitStack()
-        #: The strategy has not called `bucket_reducer` yet.
-        self.reducer_is_due = False
-        #: What `bucket_reducer` returned for the model that is prepared.
-        self.bucket_reducers: list[BucketReducer] = []
         #: Modules that were prepared for a loop of the user's.
         self.handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
         #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
@@ -218,9 +213,9 @@ class Context:
         """The strategy that answers hooks: the innermost one."""
         return self.stack.strategy
 
-    @property
-    def comm_hooks(self) -> list[CommHook]:
-        return [choice.plugin for choice in self.stack.comm_hooks]
+    def plugins_of(self, kind: str) -> list[Any]:
+        """Return the plugins of `kind`, in the order in which they act."""
+        return [choice.plugin for choice in self.stack.of(kind)]
 
     @property
     def accelerator(self) -> Accelerator:
@@ -322,7 +317,7 @@ class Context:
                 rest.callback(self._numerics.close)
                 rest.callback(self.collectives.close)
                 self.hooks.hook.teardown(run=self)
-                self.model, self.optimizers, self.bucket_reducers, self.copy_stream = None, [], [], None
+                self.model, self.optimizers, self.copy_stream = None, [], None
                 self.made_optimizers = []
                 for handle in self.handles:
                     handle.release()
@@ -357,7 +352,6 @@ class Context:
                 self.materializer(module).fill(module)
             if self.world_size > 1:
                 separate_elements(module)
-            self.reducer_is_due, self.bucket_reducers = True, []
             self.model = self.hooks.ask("wrap_model", module=StepModule(module))
             if not early or begun_on_meta(made):
                 made, early = make(), False
@@ -375,8 +369,6 @@ class Context:
             Parted(self.title_of(self.strategy)).watch(module)
         if stage == "train" and self.settings.writes_files and self.is_global_zero:
             description.write_lock(self.stack, self.settings)
-        trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
-        self.reducer_is_due = trains and bool(self.stack.comm_hooks) and self.reducer_is_due
 
     def materializer(self, module: nn.Module) -> Materializer:
         """Return a `Materializer` for a `module` that was built on the meta device. Collective."""
@@ -402,26 +394,6 @@ class Context:
     def transfer(self, batch: Any) -> Any:
         """Return `batch` on the device, in the precision's dtype."""
         return self.hooks.transfer_batch(batch=batch, run=self)
-
-    def bucket_reducer(self, over: Collectives | None = None) -> BucketReducer | None:
-        """Return the stack of comm hooks as one function that averages a bucket; None if there is none.
-
-        Args:
-            over: the ranks to average over, if not all that the model is spread over (``run.peers``).
-        """
-        from stratagem.distributed.bucket_reducer import BucketReducer, HookStage
-
-        self.reducer_is_due = False
-        implementations = self.hooks.by_plugin("reduce_bucket")
-        found = [(choice, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
-        if not found:
-            return None
-        stages = [
-            HookStage(choice.name, hook.function, hook.argnames, choice.plugin.single_message) for choice, hook in found
-        ]
-        reducer = BucketReducer(stages, self.peers if over is None else over, self)
-        self.bucket_reducers.append(reducer)
-        return reducer
 
     # --- The step ------------------------------------------------------------------------------------------------
 

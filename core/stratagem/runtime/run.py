@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Launcher, Precision, Strategy
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Launcher, Plugin, Precision, Strategy
     from stratagem.config.settings import NameOr
 
 
@@ -58,7 +58,7 @@ class Run(Context):
         num_nodes: int = 1,
         strategy: NameOr[Strategy] | Sequence[NameOr[Strategy]] = "auto",
         precision: NameOr[Precision] | int | None = None,
-        comm_hook: NameOr[CommHook] | Sequence[NameOr[CommHook]] | None = None,
+        comm_hook: NameOr[Plugin] | Sequence[NameOr[Plugin]] | None = None,
         environment: NameOr[Environment] = "auto",
         launcher: NameOr[Launcher] | None = None,
         checkpoint: NameOr[CheckpointFormat] | None = None,

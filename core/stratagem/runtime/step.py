@@ -14,7 +14,7 @@ import torch
 from stratagem.api.activity import BACKWARD, PHASE, SINCE
 from stratagem.api.context import RunContext
 from stratagem.api.parameters import needs_closure
-from stratagem.errors import ConfigError, PluginError, nearest, with_article
+from stratagem.errors import ConfigError, nearest, with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +31,6 @@ class SteppedRun(RunContext, Protocol):
     stack: Stack
     saver: Saver
     progress: Any
-    bucket_reducers: list[Any]
-    reducer_is_due: bool
 
 
 class Step:
@@ -130,21 +128,10 @@ class Step:
             self.before_backward(loss=loss)
         if self._hooks.scale_loss is not None:
             loss = self._hooks.answered("scale_loss", self._hooks.scale_loss(loss=loss, run=self._run))
-        try:
-            if self._hooks.backward is None:
-                self.differentiate(loss)
-            else:
-                self._hooks.answered("backward", self._hooks.backward(loss=loss, module=self._run.model, run=self._run))
-        except Exception:
-            self._raise_failure_of_hooks()
-            raise
-        if self._run.reducer_is_due and self._run.sync_gradients:
-            raise PluginError(
-                f"{self._run.stack.comm_hooks[0]} was never applied: {self._run.stack.strategies[-1]} did not call "
-                "run.bucket_reducer()",
-                expected="every strategy that provides 'gradient-buckets' to call it",
-                do="drop the comm hook, and report it to the strategy's author",
-            )
+        if self._hooks.backward is None:
+            self.differentiate(loss)
+        else:
+            self._hooks.answered("backward", self._hooks.backward(loss=loss, module=self._run.model, run=self._run))
         if self.after_backward is not None:
             self.after_backward()
 
@@ -154,12 +141,6 @@ class Step:
             loss.backward()
         else:
             self.custom_backward(loss)
-
-    def _raise_failure_of_hooks(self) -> None:
-        """Raise the error of a comm hook that ran in a thread of the backend; the engine does not report which."""
-        for reducer in self._run.bucket_reducers:
-            if reducer.failure is not None:
-                raise reducer.failure
 
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 #: Attribute of a module that was given as ``torch.compile(module)``: what compiles a function.
@@ -14,17 +12,6 @@ COMPILER = "_step_compiler"
 
 #: Steps whose output goes through a method of the same name with ``_end``, if the module has one.
 _STEPS = ("training_step", "validation_step", "test_step")
-#: By class: what `keep_uncompiled` named, until the first step is compiled.
-_UNCOMPILED: dict[type, tuple[str, ...]] = {}
-
-
-def keep_uncompiled(owner: type, *names: str) -> None:
-    """Have compiled steps run these methods and properties of `owner` uncompiled.
-
-    They read what changes with each batch, such as how many were logged. If torch traced that, it would compile the
-    step for each value, and give up after eight: the step would no longer be compiled.
-    """
-    _UNCOMPILED[owner] = names
 
 
 class StepModule(nn.Module):
@@ -78,21 +65,8 @@ class StepModule(nn.Module):
         step, compiler = getattr(self._modules["module"], method), self._compiler
         if compiler is None:
             return step
-        _exclude_from_graphs()
         self._compiled[method] = compiler(step)
         return self._compiled[method]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_own_compiler"} | {"_compiled": {}}
-
-
-def _exclude_from_graphs() -> None:
-    """Apply `keep_uncompiled`; only here, since it imports torch's compiler, which takes seconds."""
-    while _UNCOMPILED:
-        owner, names = _UNCOMPILED.popitem()
-        for name in names:
-            found = inspect.getattr_static(owner, name)  # a base class may define it
-            if isinstance(found, property):
-                setattr(owner, name, property(torch.compiler.disable(found.fget), doc=found.__doc__))
-            else:
-                setattr(owner, name, torch.compiler.disable(found))

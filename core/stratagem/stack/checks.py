@@ -82,7 +82,7 @@ def _explain_answers(hook: str, choices: list[Choice], stack: Stack) -> None:
 
 
 def check_order(stack: Stack) -> None:
-    """Refuse strategies and comm hooks in an order that cannot work."""
+    """Refuse strategies in an order that cannot work, and what kinds refuse of theirs."""
     for outer, inner in itertools.pairwise(stack.strategies):
         if not outer.plugin.outer:
             raise ConfigError(
@@ -90,37 +90,9 @@ def check_order(stack: Stack) -> None:
                 expected="outer strategies, and one strategy inside them",
                 do=f"put {inner} before it" if inner.plugin.outer else "drop one of them",
             )
-    names = [choice.name for choice in stack.comm_hooks]
-    for word in ("outermost", "innermost"):
-        rivals = [choice for choice in stack.comm_hooks if getattr(choice.plugin, word)]
-        if len(rivals) > 1:
-            end = "first" if word == "outermost" else "last"
-            raise ConfigError(
-                f"comm_hook is {names}, and {rivals[0]} and {rivals[1]} must both be the {end} of a stack",
-                expected="one of the two",
-            )
-    for place, choice in enumerate(stack.comm_hooks):
-        if choice.plugin.outermost and place > 0:
-            raise ConfigError(
-                f"comm_hook is {names}, and {choice} needs the shapes of the gradients, which only the first hook gets",
-                expected=f"{[choice.name, *(name for name in names if name != choice.name)]}",
-            )
-        if choice.plugin.innermost and place + 1 < len(names):
-            raise ConfigError(
-                f"comm_hook is {names}, and {choice} calls its own collectives, so {stack.comm_hooks[place + 1]} would "
-                "get nothing",
-                expected=f"{[*(name for name in names if name != choice.name), choice.name]}",
-            )
-
-
-def check_sync_batchnorm(settings: Any, stack: Stack) -> None:
-    """Refuse `sync_batchnorm` under a strategy with several devices in one process."""
-    if getattr(settings, "sync_batchnorm", False) and len(stack.devices) > stack.num_processes:
-        raise ConfigError(
-            f"sync_batchnorm is True, and {stack.strategies[-1]} trains on {len(stack.devices)} devices in one process",
-            expected="one process for each device",
-            do="drop it, or choose a strategy with one process for each device",
-        )
+    for kind in registry.kinds().values():
+        if kind.check is not None and (choices := stack.of(kind.name)):
+            kind.check(choices, stack)
 
 
 def check_absorbed(stack: Stack) -> None:

@@ -68,9 +68,9 @@ def options_of(plugin: Any) -> Mapping[str, attrs.Attribute[Any]]:
 # --- Defaults ---------------------------------------------------------------------------------------------------------
 
 
-def default(kind: str, role: str, reason: str = "the default", /, **values: Any) -> Choice:
-    """Return the plugin of `role`; an argument of that name, such as ``compile=``, has its options in `values`."""
-    return by_name(kind, catalog.default(role), reason, path=role if values else "", **values)
+def default(kind: str, role: str, reason: str = "the default") -> Choice:
+    """Return the plugin of `role`."""
+    return by_name(kind, catalog.default(role), reason)
 
 
 def by_name(kind: str, name: str, reason: str, /, *, path: str = "", **values: Any) -> Choice:

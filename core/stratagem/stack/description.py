@@ -22,7 +22,7 @@ from stratagem.api.capabilities import Capabilities
 from stratagem.api.options import options, redact
 from stratagem.api.paths import replace_text
 from stratagem.discovery import registry
-from stratagem.errors import ConfigError, shown
+from stratagem.errors import ConfigError, differences, shown
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
@@ -156,27 +156,6 @@ def flatten(locked: Mapping[str, Any]) -> dict[str, Any]:
 def _origin(plugin: Mapping[str, Any]) -> str:
     package = f" of {plugin['distribution']} {plugin['version']}" if plugin["distribution"] else ""
     return f"{plugin['name']}{package} ({plugin['entry_point'] or plugin['class']})"
-
-
-def differences(
-    one: Mapping[str, Any], other: Mapping[str, Any], one_name: str, other_name: str, ignored: set[str] | None = None
-) -> str:
-    """Return the first differences in words; an empty string if there are none."""
-    missing = "(not set)"
-    names = [
-        name
-        for name in sorted({**one, **other})
-        if not _same(one.get(name, missing), other.get(name, missing))
-        and name.partition(".")[0].partition("#")[0] not in (ignored or ())
-    ]
-    # Where two plugins differ, so do their options.
-    names = [name for name in names if not any(name.startswith(f"{plugin}.") for plugin in names)]
-    parts = [f"{n} is {one.get(n, missing)!r} {one_name} and {other.get(n, missing)!r} {other_name}" for n in names[:3]]
-    return "; ".join(parts) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _same(one: Any, other: Any) -> bool:
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN is itself, a tuple is a list
 
 
 def _locked(choice: Choice) -> dict[str, Any]:

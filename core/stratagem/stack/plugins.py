@@ -38,7 +38,6 @@ class Stack:
 
     strategies: list[Choice]
     precision: Choice
-    comm_hooks: list[Choice]
     environment: Choice
     launcher: Choice
     accelerator: Choice
@@ -57,6 +56,15 @@ class Stack:
     policy: PrecisionPolicy
     #: Whether the strategy applies the precision itself: the hooks of the precision are then not called.
     precision_absorbed: bool
+    #: All but callbacks and loggers, in the order of their kinds.
+    _in_order: list[Choice] = field(init=False)
+
+    @_in_order.default
+    def _by_place(self) -> list[Choice]:
+        single = (self.precision, self.environment, self.launcher, self.accelerator, self.checkpoint)
+        places = {kind.name: kind.place for kind in registry.kinds().values()}
+        # An object of no kind acts after those of the engine's kinds.
+        return sorted([*self.strategies, *single, *self.others], key=lambda choice: places.get(choice.kind, 75))
 
     @property
     def strategy(self) -> Strategy:
@@ -94,11 +102,11 @@ class Stack:
 
     def choices(self) -> list[Choice]:
         """All plugins, in order."""
-        return [
-            *self.strategies, self.precision, *self.comm_hooks, self.environment, self.launcher, self.accelerator,
-            self.checkpoint, *self.others, *self.callbacks, *self.loggers,
-            *self.automatic,
-        ]  # fmt: skip
+        return [*self._in_order, *self.callbacks, *self.loggers, *self.automatic]
+
+    def of(self, kind: str) -> list[Choice]:
+        """The plugins of `kind`, in order."""
+        return [choice for choice in self.choices() if choice.kind == kind]
 
     def preload(self) -> None:
         """Call `preload` of all plugins, so that forks of this process need not import the same modules again."""

@@ -16,7 +16,7 @@ from stratagem.api.kinds import Kind, Plugin
 from stratagem.api.notebook import in_notebook
 from stratagem.api.options import as_list, check, is_list, options_in
 from stratagem.config.devices import devices_of_processes, parse_devices
-from stratagem.config.settings import PluginOption, compile_options
+from stratagem.config.settings import PluginOption
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
 from stratagem.stack.checks import (
@@ -24,7 +24,6 @@ from stratagem.stack.checks import (
     check_capabilities,
     check_hooks,
     check_order,
-    check_sync_batchnorm,
     needs_of,
 )
 from stratagem.stack.construction import by_name, default, default_strategy, make, options_of
@@ -61,14 +60,13 @@ def resolve(settings: Any) -> Stack:
     stack = Stack(
         strategies=strategies,
         precision=precision,
-        comm_hooks=_comm_hooks(chooser, settings, strategies[-1]),
         environment=environment,
         launcher=_launcher(chooser, settings, strategies[-1], len(devices) if one_each else 1),
         accelerator=accelerator,
         checkpoint=_checkpoint(chooser, settings, strategies[-1]),
-        callbacks=_transforms(settings),
+        callbacks=[],
         loggers=[],
-        others=[*chooser.extras["plugin"], *_added(chooser, settings)],
+        others=[*chooser.extras["plugin"], *_added(chooser, settings, strategies[-1])],
         automatic=automatic_callbacks(settings, "callback"),
         devices=devices,
         devices_given=given,
@@ -77,11 +75,11 @@ def resolve(settings: Any) -> Stack:
         precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies)
         and not precision.plugin.replaces_layers,
     )
+    stack.callbacks = _of_arguments(settings, stack)
     settings.add_to(stack, chooser)
     chooser.check_all_used()
     check_absorbed(stack)
     check_order(stack)
-    check_sync_batchnorm(settings, stack)
     check_capabilities(stack, needs_of(settings, stack))
     check_hooks(stack)
     return stack
@@ -251,24 +249,37 @@ def _unset(value: Any) -> bool:
 
 #: The kinds that the engine and its Trainer call by name; a `Stack` has a field for each.
 _OF_STACK = {
-    "strategy", "precision", "comm_hook", "environment", "launcher", "accelerator", "checkpoint", "callback", "logger",
+    "strategy", "precision", "environment", "launcher", "accelerator", "checkpoint", "callback", "logger",
 }  # fmt: skip
 
 
-def _added(chooser: Chooser, settings: Any) -> list[Choice]:
-    """Return the plugins of the kinds that other packages add: those that the user chose, else the kind's default."""
+def _added(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choice]:
+    """Return the plugins of the kinds that other packages add: the user's, else the strategy's, else the default."""
     choices = []
     for kind in registry.kinds().values():
         if kind.name in _OF_STACK:
             continue
         value = settings.chosen.get(kind.argument)
         found = chooser.many(kind.name, None if value is False else value)
+        if wanted := strategy.plugin.default_plugins(kind.name):
+            _check_not_chosen(kind, found, strategy)
+            reason = f"{strategy} needs it"
+            found = [attrs.evolve(choice, reason=reason) for choice in chooser.many(kind.name, wanted)]
         if kind.single and len(found) > 1:
             raise _several(kind.name, found)
         if kind.default and not found and _unset(value) and kind.needs_trainer <= settings.for_trainer:
             found = _default_of(kind, chooser)
         choices += found
     return choices
+
+
+def _check_not_chosen(kind: Kind, choices: list[Choice], strategy: Choice) -> None:
+    if choices:
+        raise ConfigError(
+            f"{kind.argument} is {[choice.name for choice in choices]} and {strategy} has "
+            f"{kind.name.replace('_', ' ')}s of its own",
+            expected="one of the two",
+        )
 
 
 def _default_of(kind: Kind, chooser: Chooser) -> list[Choice]:
@@ -297,17 +308,6 @@ def _checkpoint(chooser: Chooser, settings: Any, strategy: Choice) -> Choice:
     return _for_strategy(
         chooser, "checkpoint", settings.checkpoint, strategy, strategy.plugin.default_checkpoint(), "checkpoint"
     )
-
-
-def _comm_hooks(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choice]:
-    asked, wanted = chooser.many("comm_hook", settings.comm_hook), strategy.plugin.default_comm_hooks()
-    if asked and wanted:
-        raise ConfigError(
-            f"comm_hook is {[choice.name for choice in asked]} and {strategy} has comm hooks of its own",
-            expected="one of the two",
-        )
-    reason = f"{strategy} needs it"
-    return asked or [attrs.evolve(choice, reason=reason) for choice in chooser.many("comm_hook", wanted or None)]
 
 
 def _for_strategy(chooser: Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None, role: str) -> Choice:
@@ -342,28 +342,27 @@ def automatic_callbacks(settings: Any, group: str) -> list[Choice]:
     return choices
 
 
-def _transforms(settings: Any) -> list[Choice]:
-    """Return the callbacks that ``activation_checkpointing=``, ``compile=`` and ``sync_batchnorm=`` stand for.
+def _of_arguments(settings: Any, stack: Stack) -> list[Choice]:
+    """Return the callbacks that arguments of the catalog stand for, such as ``compile=``; each reads its argument.
 
     Raises:
         ConfigError: the user lists one of them too.
     """
     choices = []
-    if settings.activation_checkpointing is not None:
-        values = {"policy": settings.activation_checkpointing}
-        origins = {"policy": settings.origins.get("activation_checkpointing", "code")}
-        choice = default("callback", "activation_checkpointing", "activation_checkpointing is set", **values)
-        choices.append(attrs.evolve(choice, origins=origins))
-    if (options := compile_options(settings.compile)) is not None:
-        choice = default("callback", "compile", f"compile={shown(settings.compile)}", **options)
-        choices.append(attrs.evolve(choice, origins=dict.fromkeys(options, settings.origins.get("compile", "code"))))
-    if settings.sync_batchnorm:
-        choices.append(default("callback", "sync_batchnorm", "sync_batchnorm=True"))
-    for choice in choices:
-        if choice.entry is not None and is_listed(choice.entry, settings.listed()):
+    for argument, name in catalog.arguments().items():
+        value = getattr(settings, argument)
+        if value is None or (value is False and argument not in settings.origins):
+            continue
+        entry = registry.find("callback", name)
+        options = entry.load().from_argument(value, stack)
+        if options is None:
+            continue
+        if is_listed(entry, settings.listed()):
             raise ConfigError(
-                f"{choice.name} is set, and {choice} is listed", expected="one of the two", do="drop the argument"
+                f"{argument} is set, and callback {name!r} is listed", expected="one of the two", do="drop the argument"
             )
+        choice = by_name("callback", name, f"{argument}={shown(value)}", path=argument, **options)
+        choices.append(attrs.evolve(choice, origins=dict.fromkeys(options, settings.origins.get(argument, "code"))))
     return choices
 
 

@@ -5,7 +5,8 @@ from collections.abc import Generator
 from attrs import define
 from torch import Tensor
 
-from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Bucket, Capabilities, CommHook, hookimpl
+from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, hookimpl
+from stratagem_buckets import Bucket, CommHook
 
 
 @define(eq=False, kw_only=True)

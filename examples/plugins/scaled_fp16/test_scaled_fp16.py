@@ -3,7 +3,8 @@
 import torch
 
 import stratagem
-from stratagem.api import Bucket
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_testing import CommHookConformance
 
 
@@ -13,7 +14,7 @@ class TestScaledFP16(CommHookConformance):
 
 def test_gradients_that_fp16_cannot_hold_arrive() -> None:
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="scaled_fp16")
-    reduce = run.bucket_reducer()  # over one process: what is sent comes back
+    reduce = bucket_reducer(run)  # over one process: what is sent comes back
     assert reduce is not None
     gradients = torch.tensor([3e-12, -1e-12, 0.0])
 

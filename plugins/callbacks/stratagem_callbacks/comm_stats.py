@@ -84,14 +84,14 @@ class CommStats(Callback):
         for (collective, sender), count in counts.items():
             if total[collective, sender].calls:
                 metrics[f"comm/{collective}/{sender or 'other'}"] = count.payload / num_steps
-        hooks = [run.name_of(plugin) for plugin in run.comm_hooks]
+        hooks = [run.name_of(plugin) for plugin in run.plugins_of("comm_hook")]
         if hooks:
             buckets = _since(run.collectives.traffic.buckets, self._buckets_before)
             sent = sum(count.wire for (_, sender), count in counts.items() if sender in hooks)
             uncompressed = buckets[hooks[0]].wire if hooks[0] in buckets else 0.0
             if sent:
                 metrics["comm/compression_ratio"] = uncompressed / sent
-        for hook, plugin in zip(hooks, run.comm_hooks, strict=True):
+        for hook, plugin in zip(hooks, run.plugins_of("comm_hook"), strict=True):
             statistics = plugin.statistics(run) if hasattr(plugin, "statistics") else {}
             metrics |= {f"comm/{hook}/{name}": value for name, value in statistics.items()}
         return metrics

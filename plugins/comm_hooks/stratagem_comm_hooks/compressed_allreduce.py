@@ -15,7 +15,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from stratagem.api import Bucket, Collectives
+from stratagem.api import Collectives
+from stratagem_buckets import Bucket
 from stratagem_comm_hooks.error_feedback import Chunk, ErrorFeedback, Layout, as_real
 from stratagem_comm_hooks.feedback_hook import FeedbackHook
 

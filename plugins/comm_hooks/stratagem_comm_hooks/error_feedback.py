@@ -26,7 +26,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem.api import Bucket
+from stratagem_buckets import Bucket
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

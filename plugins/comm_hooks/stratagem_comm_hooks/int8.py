@@ -14,7 +14,8 @@ from stratagem_comm_hooks.compressed_allreduce import CompressedAllReduceHook, l
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from stratagem.api import Bucket, Collectives, RunContext
+    from stratagem.api import Collectives, RunContext
+    from stratagem_buckets import Bucket
 
 _MAX: Final = 127
 

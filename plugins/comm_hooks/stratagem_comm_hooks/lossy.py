@@ -11,11 +11,12 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem.api import GRADIENT_BUCKETS, Capabilities, CommHook, hookimpl
+from stratagem.api import GRADIENT_BUCKETS, Capabilities, hookimpl
 from stratagem.api.capabilities import CHECKS_GRADIENTS
 from stratagem.api.per_run import PerRun
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
+from stratagem_buckets import CommHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,8 @@ from stratagem_comm_hooks.compressed_allreduce import CompressedAllReduceHook, l
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from stratagem.api import Bucket, Collectives, RunContext
+    from stratagem.api import Collectives, RunContext
+    from stratagem_buckets import Bucket
 
 
 def _multiple_of_8(hook: Any, attribute: Attribute[Any], value: Any) -> None:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, Capabilities, CommHook, hookimpl
+from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, Capabilities, hookimpl
+from stratagem_buckets import CommHook
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from torch import Tensor
 
-    from stratagem.api import Bucket, RunContext
+    from stratagem.api import RunContext
+    from stratagem_buckets import Bucket
 
 
 @define(eq=False, kw_only=True)

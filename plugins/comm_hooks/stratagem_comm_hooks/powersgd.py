@@ -19,10 +19,11 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from stratagem.api import Bucket, hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.per_run import PerRun
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+from stratagem_buckets import Bucket
 from stratagem_comm_hooks.error_feedback import Layout, as_real
 from stratagem_comm_hooks.feedback_hook import FeedbackHook
 from stratagem_comm_hooks.lossy import is_finite

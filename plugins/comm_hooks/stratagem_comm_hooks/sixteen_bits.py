@@ -15,7 +15,8 @@ from stratagem_comm_hooks.lossy import LossyHook
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from stratagem.api import Bucket, RunContext
+    from stratagem.api import RunContext
+    from stratagem_buckets import Bucket
 
 
 @define(eq=False, kw_only=True)

@@ -17,7 +17,8 @@ from stratagem_comm_hooks.feedback_hook import FeedbackHook
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from stratagem.api import Bucket, Collectives, RunContext
+    from stratagem.api import Collectives, RunContext
+    from stratagem_buckets import Bucket
 
 
 @define(eq=False, kw_only=True)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
-from stratagem.api import Bucket, CommHook, hookimpl
+from stratagem.api import hookimpl
 from stratagem.errors import ConfigError, PluginError, shown
+from stratagem_buckets import Bucket, CommHook
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stratagem.api.values import Bucket
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_ddp.words import trained_names, unused
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class PlannedReplica(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self._run, self._views, self._sends_buffers = module, run, views, buffers
-        self._reduce = run.bucket_reducer()
+        self._reduce = bucket_reducer(run)
         self._groups = _buckets([p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20)))
         self._memory, self._has_sent, self._rebuilds = self._allocate(), False, rebuilds
         self._first: list[torch.Tensor] = []

@@ -15,6 +15,7 @@ from stratagem.api import CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, GRADIENT_BUCKETS,
 from stratagem.api.options import options
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_ddp import literal
 from stratagem_ddp.planned import PlannedReplica
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached, trained
@@ -94,8 +95,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def _literal(self) -> tuple[Any, Any, Any, int | None]:
         return self.ddp_comm_hook, self.ddp_comm_state, self.ddp_comm_wrapper, self.model_averaging_period
 
-    def default_comm_hooks(self) -> list[Any]:
-        return literal.plugins(*self._literal)
+    def default_plugins(self, kind: str) -> list[Any]:
+        return literal.plugins(*self._literal) if kind == "comm_hook" else []
 
     def default_launcher(self) -> str | None:
         return None if self.start_method is None else _LAUNCHERS[self.start_method]
@@ -133,7 +134,7 @@ class DDPStrategy(ProcessGroupStrategy):
                 init_sync=self.init_sync,
                 **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
             )
-        reducer = run.bucket_reducer()
+        reducer = bucket_reducer(run)
         if reducer is not None:
             reducer.serve(replica)  # it counts its traffic
         silent = reducer is not None

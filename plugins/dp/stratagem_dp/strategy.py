@@ -29,6 +29,7 @@ from stratagem.api import (
 )
 from stratagem.api.validators import duration, more_than, not_empty
 from stratagem.errors import ConfigError
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_dp.data_parallel import data_parallel
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class DDP2Strategy(Strategy):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        reducer = run.bucket_reducer()
+        reducer = bucket_reducer(run)
         if reducer is not None:
             reducer.serve(node)
         trained = [parameter for parameter in steps.parameters() if parameter.requires_grad]

@@ -16,6 +16,7 @@ from stratagem.api import hookimpl
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.distributed.backends import backends_of
 from stratagem.errors import ConfigError
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_fsdp.options import FSDPOptions
 from stratagem_process_group import group_options_after
 from stratagem_sharding.hooks import ShardingHooks, wrapped_earlier
@@ -89,7 +90,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         sizes = {"team": teams, "replicate": replicas, "shard": shards}
         axes = [axis for axis in sizes if sizes[axis] > 1 or axis == "shard"]
         mesh = device_mesh(run.device.type, {axis: sizes[axis] for axis in axes}, collectives)
-        wanted = ("shard",) if run.comm_hooks else tuple(axis for axis in axes if axis != "team")
+        wanted = ("shard",) if run.plugins_of("comm_hook") else tuple(axis for axis in axes if axis != "team")
         return mesh if wanted == tuple(axes) else mesh[wanted]
 
     def _replicas(self, run: RunContext) -> Collectives:
@@ -148,8 +149,8 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         assert run.module is not None, "set before wrap_model is called"
         self._scalars = [(name, each) for name, each in run.module.named_parameters() if each.dim() == 0]
         units = self._steps.add(root, run, run.peers, self._layout(run.peers_world)[0])
-        if run.comm_hooks and run.stage == "train":
-            reduce = run.bucket_reducer(over=self._replicas(run))
+        if run.plugins_of("comm_hook") and run.stage == "train":
+            reduce = bucket_reducer(run, over=self._replicas(run))
             assert reduce is not None, "there are comm hooks"
             send_through_hooks(units, reduce)
 

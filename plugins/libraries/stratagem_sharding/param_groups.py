@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from stratagem.api import Bucket
+from stratagem_buckets import Bucket
 
 
 def param_groups(state: Any) -> list[Any]:

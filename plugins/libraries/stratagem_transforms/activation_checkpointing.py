@@ -26,6 +26,7 @@ from stratagem_transforms.wrap_policy import check_policy, select
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
+    from stratagem.stack.plugins import Stack
 
 OPTION: Final = "activation_checkpointing"
 #: ``full`` keeps a module's inputs and recomputes the rest; ``selective`` also keeps the results of matrix products,
@@ -59,6 +60,11 @@ class ActivationCheckpointing(Callback):
     def __attrs_post_init__(self) -> None:
         wanted = self.policy if self.mode == "full" else {"policy": self.policy, "mode": self.mode}
         self.policy, self.mode = read(wanted)
+
+    @staticmethod
+    def from_argument(value: Any, _: Stack) -> dict[str, Any]:
+        """Return the options for ``activation_checkpointing=value``."""
+        return {"policy": value}
 
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:

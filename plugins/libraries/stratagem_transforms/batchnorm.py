@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stratagem.api import Collectives, RunContext
+    from stratagem.stack.plugins import Stack
     from stratagem_trainer.api import TrainerView
 
 #: The ranks over which a layer computes its statistics; a copy of the layer uses only its own batch.
@@ -32,6 +33,22 @@ _PEERS: weakref.WeakKeyDictionary[nn.Module, Collectives] = weakref.WeakKeyDicti
 @define(eq=False, kw_only=True)
 class SyncBatchNorm(Callback):
     """Computes the statistics of batch normalization over the batches of all ranks."""
+
+    @staticmethod
+    def from_argument(value: bool, stack: Stack) -> dict[str, Any] | None:
+        """Return the options for ``sync_batchnorm=value``; None to synchronize nothing.
+
+        Raises:
+            ConfigError: the strategy has several devices in one process.
+        """
+        if value and len(stack.devices) > stack.num_processes:
+            raise ConfigError(
+                f"sync_batchnorm is True, and {stack.strategies[-1]} trains on {len(stack.devices)} devices in one "
+                "process",
+                expected="one process for each device",
+                do="drop it, or choose a strategy with one process for each device",
+            )
+        return {} if value else None
 
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:

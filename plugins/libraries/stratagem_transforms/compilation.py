@@ -8,7 +8,10 @@ Compiled in place: modules, parameters and the names in a ``state_dict`` stay th
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import json
 from collections.abc import Generator, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
@@ -21,12 +24,14 @@ from torch import nn
 from stratagem.api import COMPILATION, Capabilities, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
 from stratagem_trainer.api import Callback
+from stratagem_trainer.uncompiled import compile_step
 from stratagem_transforms.activation_checkpointing import RECOMPUTED, Selective
 from stratagem_transforms.compilation_errors import explained
 from stratagem_transforms.wrap_policy import check_policy, children_first, outermost, repeated, select
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
+    from stratagem.stack.plugins import Stack
 
 #: torch's names for sets of inductor's options.
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
@@ -69,6 +74,32 @@ class Compile(Callback):
     def __attrs_post_init__(self) -> None:
         _check(self)
 
+    @staticmethod
+    def from_argument(value: Any, _: Stack) -> dict[str, Any] | None:
+        """Return the options for ``compile=value``; None to compile nothing.
+
+        Raises:
+            ConfigError: it is neither a switch, a mode nor a mapping of options.
+        """
+        switches = {"true": True, "false": False, "none": None}
+        if isinstance(value, str) and value.strip().startswith("{"):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        if isinstance(value, str):
+            value = switches.get(value.strip().lower(), value)  # from a command line or the environment
+        if value is None or value is False:
+            return None
+        if value is True:
+            return {}
+        if isinstance(value, str):
+            return {"mode": value}
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            return dict(value)
+        raise ConfigError(
+            f"compile is {shown(value)}", expected="true or false, a mode, or a mapping of options",
+            do='write compile=True, compile="max-autotune" or compile={"dynamic": True}',
+        )  # fmt: skip
+
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
         return Capabilities(provides=() if self.disable else {COMPILATION})
@@ -95,12 +126,12 @@ class Compile(Callback):
         if steps:
             if module.compiles_steps:
                 raise _compiled_twice(module.module)
-            module.compile_steps(self.compiler())
+            module.compile_steps(functools.partial(compile_step, self.compiler()))
         model = yield
         parts: Iterable[Any] = model.modules()
         for part in parts:  # an earlier call's, where a sharded model is wrapped once
             if steps and part is not module and hasattr(part, "compile_steps"):
-                part.compile_steps(self.compiler())
+                part.compile_steps(functools.partial(compile_step, self.compiler()))
         return model
 
     @hookimpl(wrapper=True)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
-from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Collectives, CommHook, hookimpl
+from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Collectives, hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+from stratagem_buckets import CommHook
 from stratagem_outer.diverging_replicas import DivergingReplicas
 from stratagem_process_group.messages import average_in_place
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stratagem.api import Bucket, RunContext, World
+    from stratagem.api import RunContext, World
+    from stratagem_buckets import Bucket
 
 
 @define(eq=False, kw_only=True)

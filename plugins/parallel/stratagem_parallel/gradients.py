@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stratagem.api import Bucket
+from stratagem_buckets import Bucket
 from stratagem_process_group.losses import note_gradient
 from stratagem_sharding.shards import local
 

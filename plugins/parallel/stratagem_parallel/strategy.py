@@ -11,8 +11,8 @@ from torch import nn
 
 from stratagem.api import COMPILATION, hookimpl
 from stratagem.api.seeding import random_state, restore_random_state
-from stratagem.distributed.bucket_reducer import check_dense
 from stratagem.errors import ConfigError
+from stratagem_buckets.reducer import bucket_reducer, check_dense
 from stratagem_parallel import on_demand, planned
 from stratagem_parallel.context.axis import ContextAxis
 from stratagem_parallel.description import Record
@@ -215,7 +215,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         every = {kind for found in kinds for kind in found} or {(True, True)}
         for kind in sorted(every):  # in one order on all ranks, also where a stage has none of a kind
             over, parameters = self._averaged_over(kind), groups.get(kind, [])
-            reduce = run.bucket_reducer(over=over)
+            reduce = bucket_reducer(run, over=over)
             if parameters and (over.world_size > 1 or reduce is not None):
                 self._averagers.append(GradientAverager(parameters, over, reduce, cap_mb=self.bucket_cap_mb))
 

@@ -55,7 +55,7 @@ def tree_of(script: PlannedScript, device: str, planner: Planner) -> dict[str, A
         "stack": {
             "strategy": ", ".join(choice.name for choice in run.stack.strategies),
             "precision": run.stack.precision.name,
-            "comm_hook": ", ".join(choice.name for choice in run.stack.comm_hooks),
+            "comm_hook": ", ".join(choice.name for choice in run.stack.of("comm_hook")),
         },
         "mesh": dict(run.mesh.axes),
         "model": {"parameters": planner.numbers},

@@ -13,9 +13,10 @@ from torch import Tensor
 
 import stratagem as sg
 from stratagem.api.capabilities import GRADIENT_BUCKETS
-from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.discovery import catalog
+from stratagem_buckets import Bucket
+from stratagem_buckets.reducer import bucket_reducer
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.expectations import expect_equal, expect_refused, expect_weights
 from stratagem_testing.reference import Net, joined_batches, train_module_plainly
@@ -71,7 +72,7 @@ class CommHookConformance(Conformance):
     def test_does_not_wait(self) -> None:
         """It leaves backward alone: several buckets may be on their way, and their answers come in any order."""
         run, paper = sg.Run(**self.choose()), _SimulatedRanks()
-        reduce = run.bucket_reducer(over=paper)
+        reduce = bucket_reducer(run, over=paper)
         assert reduce is not None
         futures = [reduce(_of_one_parameter(index)) for index in range(2)]
 
@@ -229,7 +230,7 @@ def _of_one_parameter(index: int) -> Bucket:
 def _connected(size: int, choose: dict[str, Any]) -> tuple[sg.Run, Any]:
     run = sg.Run(**(choose | {"devices": size}))
     run.connect()
-    return run, run.bucket_reducer()
+    return run, bucket_reducer(run)
 
 
 def _average_buckets(rank: int, size: int, choose: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -266,5 +267,5 @@ def _send_zeros(rank: int, size: int, choose: dict[str, Any]) -> float:
 
 def _twice(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
     hook = sg.Run(**{name: choose[name] for name in ("accelerator", "devices", "strategy", "comm_hook")})
-    instance = hook.stack.comm_hooks[0].plugin
+    instance = hook.stack.of("comm_hook")[0].plugin
     return [train(rank, size, Net, batches, choose | {"comm_hook": [instance]})["weights"] for _ in range(2)]

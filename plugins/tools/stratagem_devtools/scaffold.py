@@ -119,7 +119,7 @@ def _requirements(source: str, kind: str) -> list[str]:
     """Return what `source` imports beside the core, as a pyproject.toml requires it."""
     known = {
         "attrs": "attrs>=24.1", "torch": "torch", "stratagem_launchers_local": "stratagem-basics>=0.1,<0.2",
-        "stratagem_trainer": "stratagem-trainer>=0.1,<0.2",
+        "stratagem_trainer": "stratagem-trainer>=0.1,<0.2", "stratagem_buckets": "stratagem-libraries>=0.1,<0.2",
     }  # fmt: skip
     found = [known[module] for module in known if re.search(rf"(import|from) {module}\b", source)]
     if "$base_module" in source:

@@ -100,7 +100,10 @@ _OBJECT = {
 def _trainer() -> dict[str, Any]:
     fields, types_of, docs = options(TrainerSettings), option_types(TrainerSettings), option_docs(TrainerSettings)
     properties = {name: _argument(name, types_of[name]) | _notes(name, fields[name], docs) for name in fields}
-    properties |= {name: _argument(name, Any) for name in added_arguments(TrainerSettings)}
+    for name in added_arguments(TrainerSettings):
+        doc = registry.kinds()[registry.arguments()[name]].doc
+        notes = {"title": name, "default": None} | ({"description": doc} if doc else {})
+        properties[name] = _argument(name, Any) | notes
     return {
         "type": ["object", "null"],
         "properties": properties,

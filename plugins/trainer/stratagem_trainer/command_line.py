@@ -21,8 +21,9 @@ def cli_help(settings: TrainerSettings) -> str:
     for option in option_texts(type(settings)):
         lines += _help_lines("--", option)
     for name in added_arguments(type(settings)):
-        base = registry.kinds()[registry.arguments()[name]].base
-        option = {"name": name, "type": f"the name of a stratagem.{base.__name__}", "default": "None", "doc": ""}
+        kind = registry.kinds()[registry.arguments()[name]]
+        title = f"the name of a stratagem.{kind.base.__name__}"
+        option = {"name": name, "type": title, "default": "None", "doc": kind.doc}
         lines += _help_lines("--", option)
     for choice in resolve(settings).choices():
         if choice.kind in registry.dotted() and (texts := [*option_texts(type(choice.plugin), choice.plugin)]):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from stratagem.api.paths import as_path
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, differences
 from stratagem.runtime.data import in_order, seed_loader_workers, set_epoch
 from stratagem_trainer.combined_loader import CombinedLoader, are_several, joined, length, one_by_one, parts_of
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.module import overrides
 
 if TYPE_CHECKING:
+    from stratagem.api.world import Collectives
     from stratagem_trainer.fit_state import FitState
 
 #: The method that returns the loaders of a stage, and its name in ``limit_*_batches``.
@@ -45,6 +49,26 @@ class StageRequest:
     keep_predictions: bool = True
     #: Optimizer states of an earlier fit of the same module, to go on with.
     worker_state: dict[str, Any] | None = None
+
+
+def agree(collectives: Collectives, facts: Mapping[str, Any]) -> None:
+    """Compare the `facts` of a call over all ranks. Collective.
+
+    Raises:
+        ConfigError: on every rank, with the first rank that differs from rank 0 and how.
+    """
+    if collectives.world_size == 1:
+        return
+    text = json.dumps(dict(facts), sort_keys=True)
+    if len(set(collectives.all_gather_object(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    first, *others = [json.loads(each) for each in collectives.all_gather_object(text)]
+    for rank, other in enumerate(others, start=1):
+        if found := differences(other, first, f"on rank {rank}", "on rank 0"):
+            raise ConfigError(
+                found, expected="the same on all ranks",
+                do="start every rank with the same code, files, variables and packages",
+            )  # fmt: skip
 
 
 class RequestLoaders:

@@ -13,8 +13,6 @@ from stratagem.api.paths import as_path
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
-from stratagem.runtime.preflight import agree
-from stratagem.runtime.step_module import keep_uncompiled
 from stratagem_trainer import restarts, trainer_state
 from stratagem_trainer.batches import ResumableBatches, agreed_size, end_workers
 from stratagem_trainer.custom_step import forget_custom_methods, use_custom_methods
@@ -30,8 +28,9 @@ from stratagem_trainer.optimizer_handle import OptimizerHandle
 from stratagem_trainer.optimizer_modes import check_modes, has_modes, in_mode, keep_training_weights, set_mode
 from stratagem_trainer.optimizers import read
 from stratagem_trainer.progress import LIGHTNING_VERSION
-from stratagem_trainer.request import RequestLoaders, StageRequest
+from stratagem_trainer.request import RequestLoaders, StageRequest, agree
 from stratagem_trainer.token_loss import target_counts
+from stratagem_trainer.uncompiled import keep_uncompiled
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

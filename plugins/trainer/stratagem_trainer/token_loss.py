@@ -134,10 +134,10 @@ class SummedLosses:
 
     def correct(self, optimizers: Sequence[Optimizer], divisor: float) -> None:
         """Divide the gradients of a window, whose losses were divided by `divisor`, by its targets instead."""
-        if self._share is None and self.run.comm_hooks:
+        if self._share is None and (hooks := self.run.plugins_of("comm_hook")):
             raise ConfigError(
-                f"training_step returned a 'count', and {self.run.title_of(self.run.comm_hooks[0])} averages gradients "
-                "before the counts of all parts of a batch are known",
+                f"training_step returned a 'count', and {self.run.title_of(hooks[0])} averages gradients before the "
+                "counts of all parts of a batch are known",
                 expected="a mean loss, whose targets are counted before it is computed",
                 do='return the mean, and set loss_normalization="tokens"',
             )

@@ -59,7 +59,7 @@ class TrainStep:
         self.before_zero_grad = events.listener("on_before_zero_grad")
         step.before_backward = self.before_backward(events.listener("on_before_backward"), targets)
         step.after_backward = events.listener("on_after_backward")
-        if self.run.comm_hooks and self.state.sums_losses:
+        if self.run.plugins_of("comm_hook") and self.state.sums_losses:
             step.after_forward = self._tell_scale
 
     def before_backward(

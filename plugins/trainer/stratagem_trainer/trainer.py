@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Literal
 
-    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Launcher, Precision, Strategy
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Launcher, Plugin, Precision, Strategy
     from stratagem.config.settings import NameOr
     from stratagem_trainer.api import Callback, Logger
     from stratagem_trainer.request import StageRequest
@@ -61,7 +61,7 @@ class Trainer(View):
         num_nodes: int = 1,
         strategy: NameOr[Strategy] | Sequence[NameOr[Strategy]] = "auto",
         precision: NameOr[Precision] | int | None = None,
-        comm_hook: NameOr[CommHook] | Sequence[NameOr[CommHook]] | None = None,
+        comm_hook: NameOr[Plugin] | Sequence[NameOr[Plugin]] | None = None,
         environment: NameOr[Environment] = "auto",
         launcher: NameOr[Launcher] | None = None,
         checkpoint: NameOr[CheckpointFormat] | None = None,

@@ -12,6 +12,7 @@ import stratagem as sg
 from pages.classes import members
 from pages.text import code_span, option
 from stratagem.config.settings import RunSettings
+from stratagem.discovery import registry
 from stratagem_trainer.option_texts import option_docs
 from stratagem_trainer.settings import TrainerSettings
 
@@ -68,7 +69,8 @@ def run_page(root: Path) -> str:
 
 
 def _arguments(owner: type, settings: type[Any], names: list[str]) -> list[str]:
-    signature, documented = inspect.signature(owner), option_docs(settings)
+    signature = inspect.signature(owner)
+    documented = {kind.argument: kind.doc for kind in registry.kinds().values()} | option_docs(settings)
     return [
         option(
             name, code_span(str(signature.parameters[name].annotation)), repr(signature.parameters[name].default),

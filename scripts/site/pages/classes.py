@@ -37,14 +37,18 @@ operations, the mesh. What `trainer` has is on the page of the [trainer](trainer
 
 OF_PLUGINS = (
     *(f"stratagem.api.kinds.{name}" for name in (
-        "Plugin", "Strategy", "Precision", "CommHook", "Environment", "Launcher", "Accelerator", "CheckpointFormat",
+        "Plugin", "Strategy", "Precision", "Environment", "Launcher", "Accelerator", "CheckpointFormat",
     )),
-    "stratagem_trainer.api.kinds.Callback", "stratagem_trainer.api.kinds.Logger", "stratagem.api.kinds.Command",
+    "stratagem_buckets.CommHook", "stratagem_trainer.api.kinds.Callback", "stratagem_trainer.api.kinds.Logger",
+    "stratagem.api.kinds.Command",
     "stratagem.api.kinds.Kind",
 )  # fmt: skip
 OF_HOOKS = (
-    "context.RunContext", "world.World", "world.Collectives", "world.Mesh", "values.Bucket", "values.PrecisionPolicy",
-    "capabilities.Capabilities",
+    *(f"stratagem.api.{path}" for path in (
+        "context.RunContext", "world.World", "world.Collectives", "world.Mesh", "values.PrecisionPolicy",
+        "capabilities.Capabilities",
+    )),
+    "stratagem_buckets.Bucket",
 )  # fmt: skip
 OF_MODULES = {
     "Steps, optimizers, logging, checkpoints": "stratagem_trainer.module.Module",
@@ -64,7 +68,7 @@ def pages(root: Path) -> dict[str, str]:
         "reference/module.md": "\n".join([MODULE, *module]),
         "reference/datamodule.md": f"{DATAMODULE}\n{members(root, 'stratagem_trainer.datamodule.DataModule', level=2)}",
         "reference/bases.md": "\n".join([BASES, *bases]),
-        "reference/context.md": "\n".join([CONTEXT, *(_class(root, f"stratagem.api.{path}") for path in OF_HOOKS)]),
+        "reference/context.md": "\n".join([CONTEXT, *(_class(root, path) for path in OF_HOOKS)]),
     }
 
 

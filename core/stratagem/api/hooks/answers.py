@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.api.markers import hookspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from stratagem.api.context import Materializer, RunContext
-    from stratagem.api.values import Bucket
     from stratagem.api.world import Collectives, World
 
 # --- Processes ---------------------------------------------------------------------------------------------------
@@ -159,18 +158,6 @@ def backward(loss: Tensor, module: nn.Module, run: RunContext) -> bool:
     """Answer (strategy): differentiate `loss` with `Run.differentiate`; return True. `module` is ``run.model``.
 
     Default: `Run.differentiate` alone, which is ``loss.backward()`` unless the module defines a `backward`.
-    """
-
-
-@hookspec
-def reduce_bucket(bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
-    """Comm hooks, outermost first: a generator that returns ``bucket.buffer`` averaged over the ranks.
-
-    If it yields a tensor, the value of the ``yield`` is the tensor averaged by the next hook of the stack, after the
-    last hook by an all-reduce over the ranks of `collectives`. If it yields a future, such as that of
-    ``collectives.all_to_all_async``, the value is the future's result. It may yield several times, equally often on all
-    ranks. A plain function, without ``yield``, returns its result at once. The run composes the stack once
-    (`RunContext.bucket_reducer`) and calls the implementations directly, not through pluggy.
     """
 
 

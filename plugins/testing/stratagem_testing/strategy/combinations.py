@@ -59,7 +59,7 @@ class CombinationChecks(StrategyChecks):
             if self.claims(SHARDED_PARAMETERS):
                 assert min(result["last"]) >= 1, "no bucket of a backward sets is_last"
                 continue
-            steps, look = 4 // accumulate, "call `run.bucket_reducer()` once with each bucket"
+            steps, look = 4 // accumulate, "call `bucket_reducer(run)` once with each bucket"
             expect_equal("gradients given to a comm hook in each step", result["elements"], [size] * steps, look)
             expect_equal("buckets that set is_last in each step", result["last"], [1] * steps, "set it in the last")
 

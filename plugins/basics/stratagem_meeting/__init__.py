@@ -1,8 +1,8 @@
 """Let all ranks meet before they join a group: each mistake is one sentence on all of them, and not a hang.
 
 With different settings on two ranks collectives do not match: a hang, or an abort far from the cause. So ranks compare
-their world, versions, resolved plugins and devices before they join a group, and each call (fit, validate ...) before
-they run it. The meeting is described in [Note: meeting] of `stratagem.distributed.meeting`.
+their world, versions, resolved plugins and devices before they join a group. The meeting is described in
+[Note: meeting] of `stratagem.distributed.meeting`. The engine calls `meet` (entry-point group ``stratagem.meeting``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from attrs import define, field
 from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import Notices, notify
 from stratagem.errors import LaunchError, PeerError, StratagemError
-from stratagem.runtime import arrivals
-from stratagem.runtime.arrivals import Arrival
+from stratagem_meeting import arrivals
+from stratagem_meeting.arrivals import Arrival
 
 if TYPE_CHECKING:
-    from stratagem.api.world import Collectives, World
+    from stratagem.api.world import World
 
 #: Clocks that differ by more are mentioned: file times decide which checkpoint is the newest.
 CLOCKS_S = 10.0
@@ -76,23 +76,6 @@ def meet(
             expected="rank 0 to stay",
             do="see the output of rank 0",
         ) from error
-
-
-def agree(collectives: Collectives, facts: Mapping[str, Any]) -> None:
-    """Compare `facts` over all ranks. Collective.
-
-    Raises:
-        ConfigError: on every rank, with the first rank that differs from rank 0 and how.
-    """
-    if collectives.world_size == 1:
-        return
-    text = json.dumps(dict(facts), sort_keys=True)
-    if len(set(collectives.all_gather_object(hashlib.sha256(text.encode()).hexdigest()))) == 1:
-        return
-    first, *others = [json.loads(each) for each in collectives.all_gather_object(text)]
-    for rank, other in enumerate(others, start=1):
-        if found := arrivals.differ(other, first, rank):
-            raise found
 
 
 def _store(world: World, timeout: timedelta) -> tuple[Any, str]:

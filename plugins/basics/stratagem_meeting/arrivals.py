@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import socket
 import uuid
@@ -12,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, frozen
 
-from stratagem.errors import ConfigError, LaunchError, PeerError, StratagemError
-from stratagem.stack.description import differences
+from stratagem.errors import ConfigError, LaunchError, PeerError, StratagemError, differences
 
 if TYPE_CHECKING:
     from stratagem.api.world import World
-
-_DO = "start every rank with the same code, files, variables and packages"
 
 #: A message names so many ranks.
 _NAMED = 8
@@ -111,20 +107,12 @@ def _other_facts(
 ) -> ConfigError | None:
     if new.digest == zero.digest:
         return None
-    found = difference(facts, zero_facts, new.rank)
+    found = differences(facts, zero_facts, f"on rank {new.rank}", "on rank 0")
     pids = f"rank {new.rank} is {new.process}, rank 0 {zero.process}"
-    return ConfigError(f"{found} ({pids})", expected="the same on all ranks", do=_DO)
-
-
-def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], rank: int) -> str:
-    """Return how the facts of `rank` differ from those of rank 0, in words."""
-    return differences(json.loads(json.dumps(dict(mine))), theirs, f"on rank {rank}", "on rank 0")
-
-
-def differ(mine: Mapping[str, Any], theirs: Mapping[str, Any], rank: int) -> ConfigError | None:
-    """Return the error for facts that differ from those of rank 0; None if they do not."""
-    found = difference(mine, theirs, rank)
-    return ConfigError(found, expected="the same on all ranks", do=_DO) if found else None
+    return ConfigError(
+        f"{found} ({pids})", expected="the same on all ranks",
+        do="start every rank with the same code, files, variables and packages",
+    )  # fmt: skip
 
 
 def _same_rank(new: Arrival, others: Iterable[Arrival]) -> ConfigError | None:

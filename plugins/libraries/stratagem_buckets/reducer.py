@@ -25,8 +25,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from stratagem.api.values import Bucket
 from stratagem.errors import ConfigError, PluginError
+from stratagem_buckets import OUTCOMES, Bucket, CommHook, Outcome
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +35,23 @@ if TYPE_CHECKING:
     from stratagem.api.world import Collectives
 
 _SEE = "see reduce_bucket in docs/hooks.md"
+
+
+def bucket_reducer(run: RunContext, over: Collectives | None = None) -> BucketReducer | None:
+    """Return a function that averages buckets through all comm hooks of `run`; None if there are none.
+
+    A strategy that provides "gradient-buckets" calls this in `wrap_model`, and sends every bucket through it.
+
+    Args:
+        over: the ranks to average over, if not all that the model is spread over (``run.peers``).
+    """
+    hooks: list[CommHook] = run.plugins_of(CommHook.kind)
+    if not hooks:
+        return None
+    stages = [HookStage.of(hook, run.name_of(hook)) for hook in hooks]
+    reducer = BucketReducer(stages, run.peers if over is None else over, run)
+    OUTCOMES.of(run).append(reducer.outcome)
+    return reducer
 
 
 @frozen
@@ -49,6 +66,10 @@ class HookStage:
     #: Whether the hook sends one message for each bucket.
     single_message: bool = False
 
+    @classmethod
+    def of(cls, hook: Any, name: str) -> HookStage:
+        return cls(name, hook.reduce_bucket, [*inspect.signature(hook.reduce_bucket).parameters], hook.single_message)
+
 
 class BucketReducer:
     """Averages buckets over the ranks of `collectives`, through `stages`, the first of them outermost."""
@@ -57,8 +78,7 @@ class BucketReducer:
         self.stages, self.collectives, self.run = stages, collectives, run
         self.traffic = collectives.traffic
         self._single_message = all(stage.single_message for stage in stages)
-        #: The first error of a hook, for the strategy's caller: an engine may raise another one.
-        self.failure: BaseException | None = None
+        self.outcome = Outcome()
         self._waiting: deque[_InFlightBucket] = deque()
         self._takes_turns = False
         self._in_flight: set[_InFlightBucket] = set()
@@ -155,7 +175,7 @@ class _InFlightBucket:
             self.advance(answered=True)
         except Exception as error:  # noqa: BLE001 - raised where the average is waited for
             self.pending = None
-            self.reducer.failure = self.reducer.failure or error
+            self.reducer.outcome.failure = self.reducer.outcome.failure or error
             self._error = error
 
     def conclude(self, _: object) -> None:
@@ -167,7 +187,7 @@ class _InFlightBucket:
                 f"comm_hook {names} declares single_message and sent a second message for bucket {self._first.index}",
                 expected="one message for each bucket", do="drop single_message, or the second message",
             )  # fmt: skip
-            self.reducer.failure = self.reducer.failure or self._error
+            self.reducer.outcome.failure = self.reducer.outcome.failure or self._error
         self.complete()
 
     def complete(self) -> None:
