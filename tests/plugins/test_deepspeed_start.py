@@ -343,6 +343,22 @@ def _forget_launcher():
         os.environ.pop(name, None)
 
 
+def _leaves_an_engine_behind(rank, world_size):
+    trainer = sg.Trainer(strategy="deepspeed_stage_1", devices=1, accelerator="cpu", **QUIET)
+    trainer.fit(Net(), joined_batches(2, 8))
+    torch.distributed.destroy_process_group()
+    trainer.close()
+
+
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_second_run_of_a_process_talks_over_a_new_group",
+)
+@pytest.mark.slow
+def test_a_script_may_destroy_the_group_before_the_run_is_closed():
+    run_in_processes(_leaves_an_engine_behind, 1)
+
+
 def _alone(rank, world_size):
     _forget_launcher()
     trainer = sg.Trainer(strategy="deepspeed_stage_3", devices=1, accelerator="cpu", **QUIET)

@@ -265,7 +265,8 @@ class EngineModule(nn.Module):
             if hasattr(engine.optimizer, "empty_partition_cache"):
                 engine.optimizer.empty_partition_cache()  # parameters that are still being gathered
                 clear_model_caches()
-            engine.destroy()
+            if torch.distributed.is_initialized():  # it asks for the rank, also after a script has destroyed the group
+                engine.destroy()
             engine.__dict__["destroy"] = lambda: None  # its finalizer would destroy state of the next engine
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
