@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem.errors import StratagemError
-from stratagem.stack.detection import Candidate, choose, environment_candidates, why_not
+from stratagem.stack.detection import Candidate, choose, environment_candidates
 
 
 def examine_environments() -> dict[str, Any]:
@@ -52,6 +52,19 @@ def _row(candidate: Candidate, chosen: Candidate | None) -> dict[str, Any]:
         "evidence": None if evidence is None else evidence.reason,
         "why not": why,
     }
+
+
+def why_not(loser: Candidate, winner: Candidate) -> str:
+    """Return why `winner` is used and not `loser`."""
+    if loser.evidence is None or winner.evidence is None:
+        return loser.problem or "none of its variables is set"
+    mine, theirs = loser.evidence.confidence, winner.evidence.confidence
+    if mine != theirs:
+        return f"{winner.entry.name} is {theirs}, and this one is {mine}"
+    if loser.plugin.precedence < winner.plugin.precedence:
+        ranks = f"precedence {winner.plugin.precedence} to {loser.plugin.precedence}"
+        return f"{winner.entry.name} is started within it ({ranks})"
+    return f"it agrees with {winner.entry.name}"
 
 
 def _refusal(chosen: Candidate | None) -> str:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.api.seeding import random_state, restore_random_state, sampler_seed
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import generators_of, restore_sampler_seeds, sampler_seeds, set_epoch
+from stratagem_trainer.loader_samplers import generators_of, restore_sampler_seeds, sampler_seeds, set_epoch
 
 #: How the batches of several loaders become those of one.
 MODES: Final = ("min_size", "max_size_cycle", "max_size", "sequential", "weighted")
