@@ -21,18 +21,13 @@ from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
 from stratagem.api.notebook import in_notebook
 from stratagem.distributed.default_group import leave_group
 from stratagem.distributed.launched import die_with
-from stratagem.distributed.process_variables import (
-    PARENT_VARIABLE,
-    child_environment,
-    local_places,
-    process_variables,
-)
+from stratagem.distributed.process_variables import PARENT_VARIABLE, process_variables
 from stratagem.distributed.rendezvous import reserve_store
 from stratagem.distributed.reports import left, report
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError
 from stratagem_evidence import EVIDENCE_VARIABLE, clear
-from stratagem_launchers_local.children import Child, end
+from stratagem_launchers_local.children import Child, child_environment, end, local_places
 from stratagem_launchers_local.finalization import shorten_finalization
 from stratagem_launchers_local.hydra_job import FULL_ERROR_VARIABLE, hydra_job, job_arguments
 from stratagem_launchers_local.relaunch import relaunch_command

@@ -6,7 +6,7 @@ import functools
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,17 +42,6 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-def sampler_seeds(loader: Any) -> list[int]:
-    """Return the seeds that the samplers of `loader` shuffle with for several processes."""
-    return [sampler.seed for sampler in _seeded_samplers(loader)]
-
-
-def restore_sampler_seeds(loader: Any, seeds: Iterable[int]) -> None:
-    """Let the samplers of `loader` shuffle with `seeds`, which `sampler_seeds` returned for a loader of that kind."""
-    for sampler, seed in zip(_seeded_samplers(loader), seeds, strict=False):
-        sampler.seed = seed
-
-
 def in_order_of_several(loader: Any, seed: int) -> Any:
     """Return `loader`, which shuffles in one process, in the order in which several processes shared it."""
     if not (isinstance(loader, DataLoader) and loader.batch_size is not None and shuffles_all(loader.sampler)):
@@ -62,7 +51,8 @@ def in_order_of_several(loader: Any, seed: int) -> Any:
     return replace_in_loader(loader, sampler=sampler, batch_sampler=batches)
 
 
-def _seeded_samplers(loader: Any) -> list[Any]:
+def seeded_samplers(loader: Any) -> list[Any]:
+    """Return the samplers of `loader` that shuffle with a seed, for several processes."""
     kinds: Any = DistributedSampler | ShardedSampler
     return [each for each in _samplers_of(loader) if isinstance(each, kinds) and getattr(each, "shuffle", True)]
 

@@ -14,6 +14,7 @@ command line   ``--max_epochs 3``                      ``--strategy.timeout 60``
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import sys
@@ -134,36 +135,31 @@ def _check_nodes(root: Any, path: Path) -> None:
 
     PyYAML keeps the last of two equal keys. It shares the values of anchors, so a small file may become huge later.
     """
-    seen, open_nodes, waiting = 0, set(), [(root, False)]
-    while waiting:
-        node, is_done = waiting.pop()
-        if is_done:
-            open_nodes.discard(id(node))
-            continue
-        line = node.start_mark.line + 1
-        seen += 1
-        if seen > _MOST_VALUES:
+    numbers, open_nodes = itertools.count(1), set()
+
+    def check(node: Any) -> None:
+        if next(numbers) > _MOST_VALUES:
             raise ConfigError(f"{path} has more than {_MOST_VALUES} values once its anchors are followed",
                               do="write it with fewer uses of anchors")  # fmt: skip
         if id(node) in open_nodes:
+            line = node.start_mark.line + 1
             raise ConfigError(f"{path} has an anchor that contains itself (line {line})", do="fix that line")
-        if node.id == "scalar":
-            continue
         open_nodes.add(id(node))
-        waiting.append((node, True))
-        if node.id == "sequence":
-            waiting += [(item, False) for item in node.value]
-            continue
         lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            waiting += [(key, False), (value, False)]
-            name, key_line = (key.tag, str(key.value)), key.start_mark.line + 1
+        for key in (key for key, _ in node.value) if node.id == "mapping" else ():
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if key.id == "scalar" and name in lines:
                 raise ConfigError(
-                    f"{path} has {key.value!r} twice (lines {lines[name]} and {key_line})",
+                    f"{path} has {key.value!r} twice (lines {lines[name]} and {line})",
                     expected="each name once in a mapping", do="drop one of them",
                 )  # fmt: skip
-            lines[name] = key_line
+            lines[name] = line
+        for inner in () if node.id == "scalar" else node.value:
+            for each in inner if isinstance(inner, tuple) else [inner]:
+                check(each)
+        open_nodes.discard(id(node))
+
+    check(root)
 
 
 # --- Environment variables ------------------------------------------------------------------------------------------
