@@ -23,7 +23,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import DCPCheckpoint, FullCheckpoint, SafetensorsCheckpoint, ShardedCheckpoint
-from stratagem.stack.formats import newest_whole
+from stratagem_trainer.checkpoint_files import newest_whole
 
 FORMATS = {
     "full": FullCheckpoint, "safetensors": SafetensorsCheckpoint, "dcp": DCPCheckpoint, "sharded": ShardedCheckpoint,

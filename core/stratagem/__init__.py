@@ -24,9 +24,9 @@ _NAMES = {
     "stratagem_trainer.datamodule": "DataModule",
     "stratagem_trainer.combined_loader": "CombinedLoader",
     "stratagem_trainer.hyperparameters": "HyperparametersMixin",
+    "stratagem_trainer.usable_devices": "find_usable_cuda_devices",
+    "stratagem_trainer.rank_zero": "rank_zero_only rank_zero_info rank_zero_warn",
     "stratagem.api.seeding": "seed_everything",
-    "stratagem.config.devices": "find_usable_cuda_devices",
-    "stratagem.runtime.rank_zero": "rank_zero_only rank_zero_info rank_zero_warn",
     "stratagem.api.markers": "hookimpl",
     "stratagem.api.kinds": "Strategy Precision Environment Launcher Accelerator CheckpointFormat Command",
     "stratagem_buckets": "CommHook",
@@ -52,11 +52,7 @@ if TYPE_CHECKING:
     from stratagem.api.markers import hookimpl as hookimpl
     from stratagem.api.seeding import seed_everything as seed_everything
     from stratagem.api.world import World as World
-    from stratagem.config.devices import find_usable_cuda_devices as find_usable_cuda_devices
     from stratagem.errors import StratagemError as StratagemError
-    from stratagem.runtime.rank_zero import rank_zero_info as rank_zero_info
-    from stratagem.runtime.rank_zero import rank_zero_only as rank_zero_only
-    from stratagem.runtime.rank_zero import rank_zero_warn as rank_zero_warn
     from stratagem.runtime.run import Run as Run
     from stratagem_buckets import CommHook as CommHook
     from stratagem_trainer.api.kinds import Callback as Callback
@@ -65,7 +61,11 @@ if TYPE_CHECKING:
     from stratagem_trainer.datamodule import DataModule as DataModule
     from stratagem_trainer.hyperparameters import HyperparametersMixin as HyperparametersMixin
     from stratagem_trainer.module import Module as Module
+    from stratagem_trainer.rank_zero import rank_zero_info as rank_zero_info
+    from stratagem_trainer.rank_zero import rank_zero_only as rank_zero_only
+    from stratagem_trainer.rank_zero import rank_zero_warn as rank_zero_warn
     from stratagem_trainer.trainer import Trainer as Trainer
+    from stratagem_trainer.usable_devices import find_usable_cuda_devices as find_usable_cuda_devices
 
 
 def __getattr__(name: str) -> Any:

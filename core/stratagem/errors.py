@@ -93,16 +93,11 @@ def _containing(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _distance(one: str, other: str) -> int:
-    """Return how many letters must be changed, added, left out or swapped with the next one to turn one into other."""
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        earlier, before, row = before, row, [i]
-        for j, wanted in enumerate(other, 1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted)))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                row[j] = min(row[j], earlier[j - 2] + 1)
-    return row[-1]
+    """Return about how many letters must be changed, added, left out or swapped to turn one into other."""
+    import difflib
+
+    same = difflib.SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
+    return max(len(one), len(other)) - sum(block.size for block in same)
 
 
 def with_article(cls: type[Any]) -> str:

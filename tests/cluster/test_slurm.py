@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from programs import scripts
-from stratagem.stack.formats import read_any
 from stratagem_testing.reference import joined_batches, relative_difference, train_plainly
+from stratagem_trainer.checkpoint_files import read_any
 
 pytestmark = pytest.mark.xdist_group("slurm")
 

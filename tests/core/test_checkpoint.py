@@ -16,8 +16,8 @@ from stratagem.checkpoint import files as checkpoint
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.stack.formats import newest_whole
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.checkpoint_files import newest_whole
 
 
 def publish(path, content):

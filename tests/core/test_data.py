@@ -22,8 +22,9 @@ from torch.utils.data import (
 import stratagem as sg
 from stratagem.api.batches import move_batch
 from stratagem.api.world import Mesh
-from stratagem.runtime.data import in_order, set_epoch, shard_dataloader
+from stratagem.runtime.data import shard_dataloader
 from stratagem_trainer.api.metric_values import infer_batch_size
+from stratagem_trainer.loader_samplers import in_order, set_epoch
 
 
 def shares(loader, stage, world_size=2, epoch=0):

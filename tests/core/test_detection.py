@@ -7,7 +7,8 @@ import pytest
 import stratagem as sg
 from stratagem.api import Confidence, Evidence
 from stratagem.errors import ConfigError
-from stratagem.stack.detection import choose, environment_candidates, why_not
+from stratagem.stack.detection import choose, environment_candidates
+from stratagem_devtools.environments import why_not
 
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",

@@ -9,8 +9,9 @@ from attrs import define
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator, CUDAAccelerator
 from stratagem.api.kinds import Accelerator
-from stratagem.config.devices import devices_of_processes, find_usable_cuda_devices, parse_devices
+from stratagem.config.devices import devices_of_processes, parse_devices
 from stratagem.errors import ConfigError, StratagemError
+from stratagem_trainer.usable_devices import find_usable_cuda_devices
 
 
 @define(eq=False, kw_only=True)

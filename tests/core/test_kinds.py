@@ -10,10 +10,10 @@ import textwrap
 import pytest
 
 import stratagem as sg
-from stratagem.config.sources import from_arguments
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, PluginError
 from stratagem_testing.training import QUIET
+from stratagem_trainer.sources import from_arguments
 
 SOURCE = '''
     """Judges answer `judge`; a run has exactly one."""

@@ -27,12 +27,12 @@ from stratagem.api.peer_errors import is_echo
 from stratagem.distributed import probe, rendezvous
 from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import Answer, ask
-from stratagem.distributed.process_variables import child_environment, local_places, process_variables
+from stratagem.distributed.process_variables import process_variables
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.reports import left, report
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError, LaunchError
-from stratagem_launchers_local.children import Child, end
+from stratagem_launchers_local.children import Child, child_environment, end, local_places
 from stratagem_launchers_local.reports import root_cause
 from stratagem_launchers_local.supervision import start_for_good
 from stratagem_meeting.arrivals import Arrival, different_models, ranks_in_words

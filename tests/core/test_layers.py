@@ -12,9 +12,9 @@ import pytest
 import stratagem as sg
 from programs import scripts
 from stratagem.cli import main
-from stratagem.config.sources import from_arguments, parse_choice
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
+from stratagem_trainer.sources import from_arguments, parse_choice
 
 TESTS = Path(__file__).parents[1]
 CPU = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}

@@ -10,12 +10,12 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.checkpoint import rank_rows
-from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.checkpoint.rank_rows import ranks_in
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import check_structure
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.stack.formats import format_named, write_with
+from stratagem_checkpoints.distinct import gather_distinct
 from stratagem_testing import run_in_processes
 
 

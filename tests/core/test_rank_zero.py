@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import stratagem as sg
-from stratagem.runtime import rank_zero
 from stratagem_testing.processes import run_in_processes
+from stratagem_trainer import rank_zero
 
 
 @sg.rank_zero_only

@@ -9,8 +9,7 @@ from attrs import define
 import stratagem as sg
 from stratagem.api import SHARDED_PARAMETERS, Accelerator, Capabilities, PrecisionPolicy, hookimpl
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
-from stratagem.config.settings import gather
-from stratagem.config.sources import Source
+from stratagem.config.settings import Source, gather
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.resolver import resolve
 from stratagem.strategies import DDPStrategy

@@ -25,7 +25,6 @@ from stratagem.api.world import Collectives
 from stratagem.cli import main
 from stratagem.discovery import registry
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.stack.formats import newest_whole, read_any
 from stratagem_devtools.descriptions import describe
 from stratagem_devtools.scaffold import render, write
 from stratagem_plugin_checks import check_entry
@@ -40,6 +39,7 @@ from stratagem_testing.reference import (
     train_gan_plainly,
     train_plainly,
 )
+from stratagem_trainer.checkpoint_files import newest_whole, read_any
 from stratagem_trainer.option_texts import option_docs
 
 ROOT = Path(__file__).parents[2]

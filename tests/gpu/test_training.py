@@ -271,7 +271,7 @@ def test_an_asynchronous_save_takes_no_memory_on_the_gpu(strategy, name, tmp_pat
 @pytest.mark.parametrize("strategy", ["single_device", "ddp_sharded", "fsdp", "fsdp_cpu_offload"])
 def test_an_asynchronous_save_holds_the_moment_of_the_call(strategy, name, tmp_path):
     """The device is a second behind when the save is asked for, and training goes on at once."""
-    from stratagem.stack.formats import read_any
+    from stratagem_trainer.checkpoint_files import read_any
 
     path = tmp_path / "x.ckpt"
     saver = SaveAt(path, 1, before=lambda: delay(1.0))

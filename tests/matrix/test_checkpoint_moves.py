@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Scheduled, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem_testing.training import share, weights_of
+from stratagem_trainer.checkpoint_files import read_any
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

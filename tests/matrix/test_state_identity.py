@@ -15,10 +15,10 @@ from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
-from stratagem.stack.formats import read_any
 from stratagem.stack.identity import keyed, matched
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.checkpoint_files import read_any
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 _METHODS = ("state_dict", "rank_state")

@@ -14,10 +14,11 @@ import xxhash
 import stratagem as sg
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError, StratagemError
-from stratagem.stack.formats import format_named, read_any, write_with
+from stratagem.stack.formats import format_named, write_with
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference
 from stratagem_testing.training import share
+from stratagem_trainer.checkpoint_files import read_any
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = ["full", "safetensors", "sharded", "dcp"]

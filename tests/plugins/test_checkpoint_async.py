@@ -15,10 +15,10 @@ from programs import scripts
 from stratagem.checkpoints import DCPCheckpoint, FullCheckpoint, SafetensorsCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.runtime.state_io import read_checkpoint
-from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
+from stratagem_trainer.checkpoint_files import read_any
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 import stratagem as sg
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, PluginError
-from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.checkpoint import assert_same, example
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import share, weights_of
+from stratagem_trainer.checkpoint_files import read_any
 
 pytestmark = pytest.mark.xdist_group("checkpoints to convert")
 

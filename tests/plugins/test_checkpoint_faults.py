@@ -18,10 +18,10 @@ import stratagem as sg
 from stratagem.api.paths import claim
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError, StratagemError
-from stratagem.stack.formats import newest_whole, read_any
 from stratagem_checkpoints import shards as writing
 from stratagem_testing import run_in_processes
 from stratagem_testing.processes import ProcessesFailed
+from stratagem_trainer.checkpoint_files import newest_whole, read_any
 
 CALLS = ("pwrite", "fsync", "rename", "replace", "open", "mkdir", "truncate", "unlink", "rmdir")
 FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}

@@ -14,13 +14,14 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.api.named_state import taken_out
-from stratagem.checkpoint.cpu_copies import CPUCopies, as_gathered, collecting
-from stratagem.checkpoint.mapped_file import SEGMENT, mapped_tensors
+from stratagem.checkpoint.gathered import as_gathered, collecting
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.errors import CheckpointError
-from stratagem.stack.formats import read_any
+from stratagem_checkpoints.cpu_copies import CPUCopies
+from stratagem_checkpoints.mapped_file import SEGMENT, mapped_tensors
 from stratagem_testing import run_in_processes
+from stratagem_trainer.checkpoint_files import read_any
 
 ALONE = SingleProcessRun()
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -384,7 +385,7 @@ def _save_and_read_shards(rank, ranks, path):
 
 @pytest.mark.slow
 def test_shards_are_read_by_two_processes_and_by_one(tmp_path):
-    from stratagem.stack.formats import read_any
+    from stratagem_trainer.checkpoint_files import read_any
 
     results = run_in_processes(_save_and_read_shards, 2, str(tmp_path / "a.dcp"))
     for differing, left, names, _ in results:

@@ -17,7 +17,7 @@ from stratagem.cli import main
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.runtime.state_io import read_checkpoint
-from stratagem.stack.formats import format_named, read_any
+from stratagem.stack.formats import format_named
 from stratagem_checkpoints import shards
 from stratagem_checkpoints.shards.manifests import encoded
 from stratagem_checkpoints.shards.plan import Plan, pieces
@@ -31,6 +31,7 @@ from stratagem_testing.reference import (
     train_module_plainly,
 )
 from stratagem_testing.training import outcome, share, weights_of
+from stratagem_trainer.checkpoint_files import read_any
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -19,10 +19,10 @@ from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.runtime.state_io import read_checkpoint
-from stratagem.stack.formats import newest_whole, read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
+from stratagem_trainer.checkpoint_files import newest_whole, read_any
 
 pytestmark = pytest.mark.xdist_group("one server")
 

@@ -33,10 +33,10 @@ from stratagem.callbacks import (
     Timer,
 )
 from stratagem.errors import ConfigError
-from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches, train_module_plainly
 from stratagem_testing.training import share, weights_of
+from stratagem_trainer.checkpoint_files import read_any
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(6, 8)

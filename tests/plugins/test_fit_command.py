@@ -19,9 +19,8 @@ import yaml
 import stratagem as sg
 from programs.scripts import run as run_script
 from stratagem.cli import main
-from stratagem.config.settings import gather, option_names
-from stratagem.config.sources import Source
-from stratagem.stack.formats import read_any
+from stratagem.config.settings import Source, gather, option_names
+from stratagem_trainer.checkpoint_files import read_any
 from stratagem_trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]

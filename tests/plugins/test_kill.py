@@ -16,8 +16,8 @@ import torch._dynamo
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import FullCheckpoint
-from stratagem.stack.formats import newest_whole
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.checkpoint_files import newest_whole
 
 
 class Wide(Net):

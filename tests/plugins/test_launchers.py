@@ -22,8 +22,8 @@ from stratagem.accelerators import CPUAccelerator
 from stratagem.api.capabilities import Capabilities
 from stratagem.api.json_tree import encode
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.stack.formats import read_any
 from stratagem_testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
+from stratagem_trainer.checkpoint_files import read_any
 
 TESTS = Path(__file__).parents[1]
 

@@ -17,9 +17,9 @@ import stratagem as sg
 from stratagem.callbacks import EMA, EarlyStopping, ModelCheckpoint, Timer
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
-from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.training import weights_of
+from stratagem_trainer.checkpoint_files import read_any
 
 from .lightning_checkpoints.net import batches, body, validation
 

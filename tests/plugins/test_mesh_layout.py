@@ -13,8 +13,8 @@ from attrs import define
 import stratagem as sg
 from programs import scripts
 from stratagem.api import Mesh, hookimpl
-from stratagem.api.layout import AxisMessages, Layout, RankLayout, Slot, Timeline
 from stratagem_devtools.mesh_text import mesh_lines
+from stratagem_layout import AxisMessages, Layout, RankLayout, Slot, Timeline
 from stratagem_report.pictures import MeshPicture, TimelinePicture
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches

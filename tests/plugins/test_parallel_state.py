@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import stratagem as sg
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.errors import CheckpointError
-from stratagem.stack.formats import read_any
 from stratagem_sharding.shards import shard_like
 from stratagem_testing import run_in_processes
+from stratagem_trainer.checkpoint_files import read_any
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {"full": "a.ckpt", "sharded": "b.ckpt", "safetensors": "c.safetensors", "dcp": "d.dcp"}

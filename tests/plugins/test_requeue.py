@@ -16,9 +16,9 @@ from stratagem.api import World, hookimpl
 from stratagem.callbacks import ModelCheckpoint, Preemption
 from stratagem.environments import LocalEnvironment
 from stratagem.errors import CheckpointError, ConfigError, LaunchError
-from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_trainer.checkpoint_files import read_any
 
 BATCHES = joined_batches(8, 4)
 PREEMPTION = {"name": "preemption", "signals": ["SIGUSR1"], "look_every_s": 0.01}

@@ -14,9 +14,9 @@ import torch
 
 import stratagem as sg
 from stratagem.api import Collectives
-from stratagem.checkpoint import cpu_copies
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.runtime.state_io import read_checkpoint
+from stratagem_checkpoints import cpu_copies
 from stratagem_checkpoints.one_file import _loadable
 from stratagem_checkpoints.shards.plan import Plan
 from stratagem_testing import run_in_processes

@@ -12,7 +12,7 @@ import stratagem as sg
 from selection import HEAVY
 from stratagem.api.world import Mesh
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import set_epoch, shard_dataloader
+from stratagem.runtime.data import shard_dataloader
 from stratagem_sequences import (
     LengthGroupedSampler,
     PackingCollator,
@@ -24,6 +24,7 @@ from stratagem_sequences import (
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import relative_difference
 from stratagem_testing.training import weights_of
+from stratagem_trainer.loader_samplers import set_epoch
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
 VOCABULARY, WIDTH = 31, 24

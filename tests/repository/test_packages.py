@@ -40,7 +40,7 @@ OPTIONAL = {
     ("stratagem-callbacks", "tqdm", "tqdm"),
     ("stratagem-checkpoints", "safetensors", "safetensors"),
     ("stratagem-tools", "safetensors", "safetensors"),
-    ("stratagem-core", "cli", "pyyaml"),
+    ("stratagem-trainer", "cli", "pyyaml"),
     ("stratagem-loggers-hosted", "aim", "aim"),
     ("stratagem-loggers-hosted", "clearml", "clearml"),
     ("stratagem-loggers-hosted", "comet", "comet-ml"),

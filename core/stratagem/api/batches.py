@@ -1,4 +1,4 @@
-"""A batch as a tree of tensors: map it, move it to a device, change how many samples a loader puts into it."""
+"""A batch as a tree of tensors: map it, move it to a device. A loader with other samplers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from stratagem.errors import ConfigError
-
 
 def replace_in_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a copy of `loader` with other samplers, whatever its class and the signature of its ``__init__``."""
@@ -20,25 +18,6 @@ def replace_in_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[
     # DataLoader forbids setting these after __init__ because it cannot rebuild what depends on them; we can.
     clone.__dict__.update(attributes, _iterator=None)
     return clone
-
-
-def with_batch_size(loader: Any, batch_size: int) -> Any:
-    """Return `loader` with batches of another size.
-
-    Raises:
-        ConfigError: it is not a DataLoader, or one that makes its batches itself.
-    """
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
-        raise ConfigError(
-            f"the training loader is a {type(loader).__name__} whose batches have no size to set",
-            expected="a DataLoader with a batch_size",
-        )
-    kind: Any = type(loader.batch_sampler)  # one that takes what torch's own takes
-    batches = kind(loader.sampler, batch_size, loader.drop_last)
-    return replace_in_loader(loader, batch_sampler=batches, batch_size=batch_size)
-
-
-# --- Batches -----------------------------------------------------------------------------------------------------
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:

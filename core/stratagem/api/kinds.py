@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stratagem.api.layout import Layout
     from stratagem.api.world import Collectives
 
 # --- What all plugins have in common -----------------------------------------------------------------------------
@@ -213,8 +212,8 @@ class Strategy(Plugin):
         """Return torch's DeviceMesh of the connected processes, for modules that cut themselves; None without one."""
         return None
 
-    def layout(self, world: World, module: nn.Module | None) -> Layout | None:
-        """Return which rank of `world` holds what, for people; None if all ranks hold the whole model.
+    def layout(self, world: World, module: nn.Module | None) -> Any:
+        """Return which rank of `world` holds what, as a `stratagem_layout.Layout`; None if all hold the whole model.
 
         ``stratagem explain`` prints it before any process starts; the report calls it on rank 0 after training.
 

@@ -6,9 +6,7 @@ environment is parsed by the option's type. In code, a value may be any Python o
 
 from __future__ import annotations
 
-import argparse
 import collections.abc
-import dataclasses
 import enum
 import inspect
 import json
@@ -457,32 +455,6 @@ def is_list(value: Any) -> bool:
 def as_list(value: Any) -> list[Any]:
     """Return the items of a list, or anything else as the only item."""
     return list(value) if is_list(value) else [value]
-
-
-def items_of(value: Any, caller: str) -> dict[str, Any]:
-    """Return what a mapping, a namespace or a dataclass holds, by name.
-
-    Args:
-        caller: the function that was given `value`, for messages.
-
-    Raises:
-        ConfigError: `value` is something else, or has keys that are not text.
-    """
-    if isinstance(value, Mapping):
-        items = dict(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        items = dict(vars(value))
-    elif attrs.has(type(value)):
-        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
-    else:
-        expected = "a mapping, a namespace or a dataclass"
-        names = "names of arguments, " * (caller == "save_hyperparameters")
-        raise ConfigError(f"{caller} was given {shown(value)}", expected=names + expected)
-    if odd := next((name for name in items if not isinstance(name, str)), None):
-        raise ConfigError(f"{caller} was given a mapping with the key {shown(odd)}", expected="names")
-    return items
 
 
 # --- Secrets ----------------------------------------------------------------------------------------------------------

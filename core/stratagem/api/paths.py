@@ -66,11 +66,6 @@ def is_remote(path: Any) -> bool:
     return not isinstance(path, Path)
 
 
-def is_private(path: Any) -> bool:
-    """Whether only this process sees what is at `path`."""
-    return getattr(path, "protocol", "") == "memory"
-
-
 # --- Folders and files that one process may claim ----------------------------------------------------------------
 
 
@@ -215,18 +210,6 @@ def publish_object(path: Any, write: Callable[[BinaryIO], object], before: Calla
             write(file)
         if before is not None:
             before()
-
-
-def read_range(path: Any, begin: int, size: int) -> bytes:
-    """Return `size` bytes of the object at `path`."""
-    data: bytes = path.fs.cat_file(path.path, start=begin, end=begin + size)
-    return data
-
-
-def size_of(path: Any) -> int:
-    """Return how many bytes are at `path`, asking the store rather than a cache of it."""
-    path.fs.invalidate_cache()
-    return int(path.fs.info(path.path)["size"])
 
 
 def modified_at(path: Any) -> float:

@@ -75,19 +75,6 @@ def sampler_seed() -> int:
     return int(os.environ.get(SEED_VARIABLE, "0"))
 
 
-def seed_worker(worker_id: int, rank: int = 0) -> None:
-    """Seed Python and NumPy in a loader worker from torch's own worker seed and the rank."""
-    import sys
-
-    import torch
-
-    seed = (torch.initial_seed() + 7919 * rank + worker_id) % _MAX_SEED
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
 def random_state(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
     """Return this process's random states as tensors, numbers and lists: loadable without unpickling.
 

@@ -35,7 +35,8 @@ _DATA_ERRORS = (
     RuntimeError,
 )  # fmt: skip
 _T = TypeVar("_T")
-_DO = "nothing was changed; use another checkpoint, or load only the weights"
+#: What to do about a checkpoint that does not fit.
+DO = "nothing was changed; use another checkpoint, or load only the weights"
 
 
 def check_structure(state: Any, path: Any) -> None:
@@ -45,9 +46,9 @@ def check_structure(state: Any, path: Any) -> None:
         CheckpointError: names `path` and the key.
     """
     if not isinstance(state, Mapping):
-        raise _wrong(path, "the checkpoint", state, "a mapping")
+        raise wrong(path, "the checkpoint", state, "a mapping")
     if "state_dict" not in state:
-        raise CheckpointError(f"{path} has no 'state_dict'", expected="a checkpoint with a model", do=_DO)
+        raise CheckpointError(f"{path} has no 'state_dict'", expected="a checkpoint with a model", do=DO)
     _check(path, "state_dict", state["state_dict"], Mapping, "a mapping of tensors by name")
     for key in (key for key in _MAPPINGS if key in state):
         _check(path, key, state[key], Mapping, "a mapping")
@@ -93,7 +94,7 @@ def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any =
             continue
         mine = own[name].dtype
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-            raise _wrong(path, f"state_dict[{name!r}]", value, "a tensor")
+            raise wrong(path, f"state_dict[{name!r}]", value, "a tensor")
         if not _holds(mine, value.dtype):
             raise CheckpointError(
                 f"{path}: state_dict[{name!r}] has dtype {value.dtype}",
@@ -129,8 +130,8 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimi
         _check(where, f"state[{name!r}]", entry, Mapping, "a mapping")
         for key in _LIKE_PARAMETERS & entry.keys() if is_torchs else ():
             _check_like(weights.get(name), entry[key], f"{where}.state[{name!r}].{key}")
-        if "step" in entry and not _is_number(entry["step"]):
-            raise _wrong(where, f"state[{name!r}].step", entry["step"], "a number")
+        if "step" in entry and not is_number(entry["step"]):
+            raise wrong(where, f"state[{name!r}].step", entry["step"], "a number")
     for number, group in enumerate(saved):
         place = f"param_groups[{number}]"
         _check(where, place, group, Mapping, "a mapping")
@@ -141,18 +142,18 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimi
         for key in own.keys() - {"params", "initial_lr"}:
             if key in group:
                 _check_similar(own[key], group[key], f"{where}.{place}.{key}")
-                if _is_number(own[key]) and (defaults is None or key in defaults):
+                if is_number(own[key]) and (defaults is None or key in defaults):
                     _check_usable(group[key], f"{where}.{place}.{key}")
             # Others stay, by `with_new_options`.
             elif (defaults is None or key in defaults) and type(own[key]) in (int, float, tuple):
-                raise CheckpointError(f"{where}.{place} has no {key!r}", expected=f"one like {own[key]!r}", do=_DO)
+                raise CheckpointError(f"{where}.{place} has no {key!r}", expected=f"one like {own[key]!r}", do=DO)
         if is_torchs:
             _check_same_keys({name: entries[name] for name in group["params"] if name in entries}, where)
 
 
 def _check_usable(value: Any, where: str) -> None:
     if value is None or math.isnan(value):
-        raise CheckpointError(f"{where} is {value}", expected="a number", do=_DO)
+        raise CheckpointError(f"{where} is {value}", expected="a number", do=DO)
 
 
 def with_new_options(state: Mapping[str, Any], optimizer: Any, where: str) -> tuple[dict[str, Any], list[str]]:
@@ -172,64 +173,8 @@ def _check_same_keys(entries: Mapping[str, Mapping[str, Any]], where: str) -> No
         lacking = [name for name, entry in entries.items() if entry and key not in entry]
         if lacking:
             raise CheckpointError(
-                f"{where}.state[{lacking[0]!r}] has no {key!r}", expected="one, as other parameters have", do=_DO
+                f"{where}.state[{lacking[0]!r}] has no {key!r}", expected="one, as other parameters have", do=DO
             )
-
-
-def check_scheduler(state: Mapping[str, Any], scheduler: Any, where: str) -> None:
-    """Check that `state` has values like the current state of `scheduler`.
-
-    Raises:
-        CheckpointError: names the entry.
-    """
-    now = scheduler.state_dict()
-    if "last_epoch" in now and "last_epoch" not in state:
-        raise CheckpointError(f"{where} has no 'last_epoch'", expected="the state of a scheduler", do=_DO)
-    for key in (key for key in state if key in now):
-        _check_similar(now[key], state[key], f"{where}.{key}")
-
-
-def check_like(state: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Check that `state` has every key of `now`, with values of the same kind.
-
-    Raises:
-        CheckpointError: names the key.
-    """
-    for key, value in now.items():
-        if key not in state:
-            raise CheckpointError(f"{where} has no {key!r}", expected=f"one like {value!r}", do=_DO)
-        _check_similar(value, state[key], f"{where}.{key}")
-        if type(value) is int and (type(state[key]) is not int or state[key] < 0):
-            raise CheckpointError(f"{where}.{key} is {state[key]!r}", expected="a whole number, 0 or more", do=_DO)
-
-
-def check_numbers(state: Mapping[str, Any], where: str) -> None:
-    """Check that all values of `state` are numbers.
-
-    Raises:
-        CheckpointError: names the key.
-    """
-    for key, value in state.items():
-        if not _is_number(value):
-            raise _wrong("", f"{where}[{key!r}]", value, "a number")
-
-
-def check_batches(state: Mapping[str, Any], where: str) -> None:
-    """Check the saved state of one rank's `ResumableBatches`.
-
-    Raises:
-        CheckpointError: names the key.
-    """
-    if not state:
-        return
-    check_like(state, {"marks": {}, "accumulate": 1}, where)
-    for number, replay_state in state["marks"].items():
-        if type(number) is not int:
-            raise _wrong("", f"{where}.marks: a key", number, "the number of a batch")
-        _check(where, f"marks[{number}]", replay_state, Mapping, "a mapping")
-    if "window" in state:
-        _check(where, "window", state["window"], Mapping, "a mapping")
-        check_like(state["window"], {"start": 0, "buffers": {}}, f"{where}.window")
 
 
 def check_similar(now: Any, state: Any, where: str) -> None:
@@ -296,16 +241,16 @@ def _check_like(weight: Any, value: Any, where: str) -> None:
     if value is None:
         return
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise _wrong("", where, value, "a tensor")
+        raise wrong("", where, value, "a tensor")
     if weight is None or not hasattr(weight, "shape"):
         return
     if tuple(value.shape) != tuple(weight.shape):
         raise CheckpointError(
-            f"{where} has shape {tuple(value.shape)}", expected=f"{tuple(weight.shape)}, its parameter's", do=_DO
+            f"{where} has shape {tuple(value.shape)}", expected=f"{tuple(weight.shape)}, its parameter's", do=DO
         )
     if not _holds(weight.dtype, value.dtype):
         raise CheckpointError(
-            f"{where} has dtype {value.dtype}", expected=f"one that fits {weight.dtype}, as its parameter has", do=_DO
+            f"{where} has dtype {value.dtype}", expected=f"one that fits {weight.dtype}, as its parameter has", do=DO
         )
 
 
@@ -318,11 +263,11 @@ def _check_similar(mine: Any, theirs: Any, where: str) -> None:
     elif isinstance(mine, bool):
         ok, wanted = isinstance(theirs, bool), "true or false"
     elif isinstance(mine, int | float) or (isinstance(mine, Tensor) and mine.numel() == 1):
-        ok, wanted = _is_number(theirs), "a number"
+        ok, wanted = is_number(theirs), "a number"
     elif isinstance(mine, list | tuple):
         ok, wanted = isinstance(theirs, list | tuple), "a list"
-        if ok and mine and all(_is_number(each) for each in mine):
-            ok, wanted = all(_is_number(each) for each in theirs), "a list of numbers"
+        if ok and mine and all(is_number(each) for each in mine):
+            ok, wanted = all(is_number(each) for each in theirs), "a list of numbers"
     elif isinstance(mine, Mapping):
         ok, wanted = isinstance(theirs, Mapping), "a mapping"
     elif isinstance(mine, str):
@@ -330,10 +275,11 @@ def _check_similar(mine: Any, theirs: Any, where: str) -> None:
     else:
         return
     if not ok:
-        raise _wrong("", where, theirs, wanted)
+        raise wrong("", where, theirs, wanted)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number, or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -341,9 +287,10 @@ def _is_number(value: Any) -> bool:
 
 def _check(path: Any, key: str, value: Any, kind: Any, wanted: str) -> None:
     if not isinstance(value, kind):
-        raise _wrong(path, key, value, wanted)
+        raise wrong(path, key, value, wanted)
 
 
-def _wrong(path: Any, key: str, value: Any, wanted: str) -> CheckpointError:
+def wrong(path: Any, key: str, value: Any, wanted: str) -> CheckpointError:
+    """Return the error for a `value` of another type than `wanted` under `key` in the checkpoint `path`, if any."""
     where = f"{path}: {key}" if str(path) else key
-    return CheckpointError(f"{where} is a {type(value).__name__}", expected=wanted, do=_DO)
+    return CheckpointError(f"{where} is a {type(value).__name__}", expected=wanted, do=DO)

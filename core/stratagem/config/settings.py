@@ -1,4 +1,4 @@
-"""The typed arguments of `Run`, and how they are read from code, files, environment and command line."""
+"""The typed arguments of `Run`, and how they are gathered from code and other sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from attrs import define, field, fields, frozen
 from stratagem.api.options import as_list, build, changes, convert_options, option_types, options_in
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import at_least
-from stratagem.config.sources import Source, parse_choice
 from stratagem.discovery import registry
 from stratagem.discovery.catalog import moved_names
 from stratagem.distributed.uncaught_errors import end_with_sentence
@@ -28,6 +27,23 @@ if TYPE_CHECKING:
     NameOr: TypeAlias = str | Mapping[str, Any] | T
 
 S = TypeVar("S", bound="RunSettings")
+
+#: Of the environment variables that are read.
+PREFIX = "STRATAGEM_"
+
+
+@define(eq=False, repr=False)
+class Source:
+    """Arguments and plugin options from one source."""
+
+    #: "file run.yaml", "environment", "command line"
+    origin: str
+    #: Arguments by name.
+    values: dict[str, Any] = field(factory=dict)
+    #: Plugin options by kind and name.
+    options: dict[str, dict[str, Any]] = field(factory=dict)
+    #: Values are text, to be parsed by the type of the argument or option. What chooses plugins is parsed already.
+    text: bool = False
 
 
 @frozen(eq=False, repr=False)
@@ -172,7 +188,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
     """Return `value` converted to the type of argument `name`."""
     known = option_names(cls)
     if name in added_arguments(cls):
-        return parse_choice(value) if layer.text else value
+        return value
     if name not in known:
         if layer.origin == "code":
             return convert_options(cls, {name: value}, "")  # raises an error that lists the known names
@@ -180,8 +196,6 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
             f"{layer.origin} sets {name!r}, which is not an argument", expected="an argument of the Trainer",
             do=moved_names("arguments").get(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
-    if layer.text and (name in registry.arguments() or name in ("plugins", "profiler", "checks")):
-        return parse_choice(value)
     try:
         return convert_options(cls, {name: value}, "", text=layer.text)[name]
     except ConfigError as error:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
-
-from attrs import evolve
 
 from stratagem.api.world import World
 from stratagem.errors import ConfigError
@@ -79,17 +75,3 @@ def other_devices(started: int | None, local_size: int, num_nodes: int) -> Confi
         do="give every Trainer of a program the same devices, or choose a launcher that forks or spawns for all of "
         'them: it starts new processes for each call (strategy="ddp_spawn")',
     )
-
-
-def local_places(world: World) -> list[World]:
-    """Return the `World` of each process of this node, given that of local rank 0."""
-    return [evolve(world, rank=world.rank + offset, local_rank=offset) for offset in range(world.local_world_size)]
-
-
-def child_environment(world: World, reports: Path) -> dict[str, str]:
-    """Return the complete environment for a process with the ranks of `world`."""
-    threads = max(1, (os.cpu_count() or 1) // world.local_world_size)
-    return {
-        "OMP_NUM_THREADS": str(threads), **os.environ, **process_variables(world),
-        PARENT_VARIABLE: str(os.getpid()), REPORTS_VARIABLE: str(reports),
-    }  # fmt: skip

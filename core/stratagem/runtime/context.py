@@ -26,7 +26,6 @@ from stratagem.errors import StratagemError
 from stratagem.runtime import state_io
 from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers, split_readers
 from stratagem.runtime.hook_caller import HookCaller
-from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
 from stratagem.runtime.parted import Parted
@@ -329,7 +328,7 @@ class Context:
         """Enter the contexts under which modules are to be built; `empty` ones get their values in `prepare`."""
         with contextlib.ExitStack() as stack:
             if empty:
-                use_deferred_init(self.hooks)
+                self.hooks.use_deferred_init()
             self.hooks.enter_all(stack, "init_context", empty=empty)
             yield
 
@@ -351,7 +350,7 @@ class Context:
             if fills:
                 self.materializer(module).fill(module)
             if self.world_size > 1:
-                separate_elements(module)
+                _separate_elements(module)
             self.model = self.hooks.ask("wrap_model", module=StepModule(module))
             if not early or begun_on_meta(made):
                 made, early = make(), False
@@ -372,7 +371,7 @@ class Context:
 
     def materializer(self, module: nn.Module) -> Materializer:
         """Return a `Materializer` for a `module` that was built on the meta device. Collective."""
-        use_deferred_init(self.hooks)
+        self.hooks.use_deferred_init()
         materializer: Materializer = self.hooks.ask("materializer", module=module)
         return materializer
 
@@ -501,6 +500,13 @@ class Context:
         self.__dict__.update(state)
         self.model, self.optimizers, self.made_optimizers, self.lr_scheduler_configs = None, [], [], []
         self._enter()
+
+
+def _separate_elements(module: nn.Module) -> None:
+    """Give parameters and buffers that were expanded memory for every element: collectives write into them."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 def _close(reference: weakref.ref[Context]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +15,13 @@ from stratagem.api.world import Collectives, World
 from stratagem.discovery import registry
 from stratagem.errors import PluginError, with_article
 from stratagem.runtime import default_hooks
-from stratagem.runtime.parted import read_by_plugins
 from stratagem.stack.checks import check_hook_arguments
+from stratagem.stack.construction import default
 from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_modules
 
 if TYPE_CHECKING:
     from stratagem.api.context import RunContext
-    from stratagem.stack.plugins import Choice, Stack
+    from stratagem.stack.plugins import Stack
 
 #: The type of the answer, for hooks where a wrong one would fail much later.
 _ANSWERS: dict[str, tuple[type[Any], ...]] = {
@@ -79,14 +77,18 @@ class HookCaller:
         self.hook = self._manager.hook
         self.bind()
 
-    def add(self, choice: Choice) -> None:
-        """Register the hooks of one more plugin in this process; none of the inner loop."""
-        self._manager.add(choice.plugin)
+    def use_deferred_init(self) -> None:
+        """Register the plugin that builds modules without values and initializes them, unless there is one.
+
+        Raises:
+            PluginError: it is not installed.
+        """
+        if all(implementation.wrapper for implementation in self.hook.materializer.get_hookimpls()):
+            self._manager.add(default("callback", "deferred_init", "a model is built without values").plugin)
 
     def ask(self, hook: str, **arguments: Any) -> Any:
         """Call an answer hook and require an answer."""
-        with read_by_plugins():
-            return self.answered(hook, getattr(self.hook, hook)(**arguments, run=self._run))
+        return self.answered(hook, getattr(self.hook, hook)(**arguments, run=self._run))
 
     def enter_all(self, stack: contextlib.ExitStack, hook: str, **arguments: Any) -> None:
         """Enter the contexts that the implementations of `hook` return."""
@@ -111,30 +113,6 @@ class HookCaller:
         """Return pluggy's implementations of `hook`, by the plugins that have them."""
         found: list[Any] = getattr(self.hook, hook).get_hookimpls()
         return {each.plugin.of: each for each in found}
-
-    def direct(self, event: str, **given: Any) -> Callable[..., None] | None:
-        """Return a function that calls the implementations of `event` in pluggy's order, at a tenth of pluggy's cost.
-
-        Args:
-            event: a hook without answers.
-            given: those of its arguments that are the same in each call; the function takes the others.
-        """
-        caller = self.implemented(event)
-        if caller is None:
-            return None
-        found = caller.get_hookimpls()[::-1]  # the last one is called first
-        if any(each.wrapper or each.hookwrapper for each in found):
-            return functools.partial(caller, **given)
-        calls = [_bound(each.function, each.argnames, given) for each in found]
-        if len(calls) == 1 and {*calls[0][1]} == {*caller.spec.argnames} - given.keys():
-            return calls[0][0]
-
-        def call_all(**arguments: Any) -> None:
-            values = given | arguments
-            for function, names in calls:
-                function(*map(values.__getitem__, names))
-
-        return call_all
 
     def answered(self, hook: str, answer: Any) -> Any:
         if not isinstance(answer, _ANSWERS.get(hook, object)) or answer is None:
@@ -163,12 +141,6 @@ class HookCaller:
                 caller = default_hooks.transfer_batch  # called for every batch: without the cost of pluggy
             keep = not plain or name in ("clip_gradients", "transfer_batch")
             setattr(self, name, caller if keep else None)
-
-
-def _bound(function: Any, names: tuple[str, ...], given: dict[str, Any]) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return `function` with its first arguments, as far as they are `given`, and the names of the others."""
-    first = tuple(itertools.takewhile(given.__contains__, names))
-    return functools.partial(function, *(given[name] for name in first)), names[len(first) :]
 
 
 class _Marked:

@@ -11,7 +11,6 @@ from attrs import define
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.world import World
 from stratagem.discovery import registry
-from stratagem.runtime.finalization import shorten_finalization
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +37,6 @@ def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) ->
     if EXPLAIN_VARIABLE in os.environ:
         _explain_and_stop(run, module)
     if run.connected:
-        shorten_finalization()
         return carry_out(run, main)
     body = _ProcessBody(run, main)
     environment, launcher = run.stack.environment.plugin, run.stack.launcher.plugin
@@ -47,7 +45,6 @@ def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) ->
         return body()
     run.world = _whole_world(run, run.settings.num_nodes) if launcher.starts_all_nodes else _world_here(run)
     if not launcher.parent_trains:
-        shorten_finalization()
         body.is_worker, body.random_state = True, random_state()
     return run.hooks.hook.launch(main=body, run=run)
 
@@ -112,7 +109,6 @@ class _ProcessBody:
 
         run = self.run
         run.is_worker = self.is_worker
-        shorten_finalization()
         report_to_launcher()
         run.connect()
         if self.random_state is not None:

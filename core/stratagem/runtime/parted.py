@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
+import sys
+import traceback
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-#: How many calls of plugins, which know what they read, are under way.
-_plugins = 0
-
-
-@contextlib.contextmanager
-def read_by_plugins() -> Iterator[None]:
-    """Within: a ``state_dict()`` is read by plugins."""
-    global _plugins
-    _plugins += 1
-    try:
-        yield
-    finally:
-        _plugins -= 1
+from stratagem.runtime.hook_caller import HookCaller
 
 
 class Parted:
     """Warns once when the ``state_dict()`` of a module that `strategy` shards, or that of a part, is taken.
 
-    A plugin may take it.
+    A plugin may take it, since it knows what it reads.
     """
 
     def __init__(self, strategy: str) -> None:
@@ -41,11 +28,14 @@ class Parted:
                 part.register_state_dict_post_hook(self)
 
     def __call__(self, module: nn.Module, *state: Any) -> None:
-        if _plugins or self._has_warned:
+        if self._has_warned:
+            return
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+        if HookCaller.ask.__code__ in codes:
             return
         self._has_warned = True
         inside = (__file__, nn.modules.module.__file__)
-        level = next(number for number, frame in enumerate(inspect.stack(0), 1) if frame.filename not in inside)
+        level = next(number for number, code in enumerate(codes, 1) if code.co_filename not in inside)
         warnings.warn(
             f"state_dict() has this rank's part of the weights alone, because {self._strategy} shards them: what "
             "torch.save writes of it lacks the others; for a file with whole weights, call "

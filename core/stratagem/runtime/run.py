@@ -17,11 +17,12 @@ run.launch(main)
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from stratagem.config.environment import warn_of_trainer_variables
-from stratagem.config.settings import RunSettings, gather, remember_arguments
+from stratagem.config.settings import PREFIX, RunSettings, gather, option_names, remember_arguments
 from stratagem.discovery import registry
 from stratagem.errors import shown
 from stratagem.runtime import launching, state_io
@@ -74,7 +75,7 @@ class Run(Context):
     ) -> None:
         self._given: dict[str, Any]
         if settings is None:
-            warn_of_trainer_variables()
+            _warn_of_trainer_variables()
         super().__init__(settings if settings is not None else gather(RunSettings, self._given))
         self._own = frozenset(vars(self))
 
@@ -174,3 +175,16 @@ class Run(Context):
     def load(self, path: str | Path, *, model: Any, optimizer: Any = (), strict: bool = True) -> dict[str, Any]:
         """Read what `save` (or a Trainer) wrote into `model` and `optimizer`; return the extra values."""
         return state_io.load(self, path, model=model, optimizer=optimizer, strict=strict)
+
+
+def _warn_of_trainer_variables() -> None:
+    """Warn of variables with arguments of a `Trainer`, which a `Run` does not read."""
+    prefix = f"{PREFIX}TRAINER_"
+    known = option_names(RunSettings)
+    for variable in sorted(os.environ):
+        name = variable.removeprefix(prefix).lower()
+        if variable.startswith(prefix) and name in known:
+            warnings.warn(
+                f"the variable {variable} is set, which a Trainer reads and a Run does not; pass {name}= to Run",
+                stacklevel=2,
+            )

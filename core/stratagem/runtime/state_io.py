@@ -11,9 +11,9 @@ import torch
 
 from stratagem.api.context import RunContext
 from stratagem.api.paths import as_path
-from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.checkpoint.files import STATE_VERSION, check_version
-from stratagem.checkpoint.mapped_file import with_own_extras, with_own_memory
+from stratagem.checkpoint.gathered import collecting
+from stratagem.checkpoint.own_memory import with_own_extras, with_own_memory
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.state_checks import (
     applying,

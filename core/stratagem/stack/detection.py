@@ -87,19 +87,6 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return first
 
 
-def why_not(loser: Candidate, winner: Candidate) -> str:
-    """Return why `winner` is used and not `loser`."""
-    if loser.evidence is None:
-        return loser.problem or "none of its variables is set"
-    mine, theirs = _confidence(loser), _confidence(winner)
-    if mine != theirs:
-        return f"{winner.entry.name} is {theirs}, and this one is {mine}"
-    if loser.plugin.precedence < winner.plugin.precedence:
-        ranks = f"precedence {winner.plugin.precedence} to {loser.plugin.precedence}"
-        return f"{winner.entry.name} is started within it ({ranks})"
-    return f"it agrees with {winner.entry.name}"
-
-
 def _evidence(plugin: Any) -> tuple[Evidence | None, str]:
     try:
         found = plugin.detect()

@@ -21,18 +21,14 @@ from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
 from stratagem.api.notebook import in_notebook
 from stratagem.distributed.default_group import leave_group
 from stratagem.distributed.launched import die_with
-from stratagem.distributed.process_variables import (
-    PARENT_VARIABLE,
-    child_environment,
-    local_places,
-    process_variables,
-)
+from stratagem.distributed.process_variables import PARENT_VARIABLE, process_variables
 from stratagem.distributed.rendezvous import reserve_store
 from stratagem.distributed.reports import left, report
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError
 from stratagem_evidence import EVIDENCE_VARIABLE, clear
-from stratagem_launchers_local.children import Child, end
+from stratagem_launchers_local.children import Child, child_environment, end, local_places
+from stratagem_launchers_local.finalization import shorten_finalization
 from stratagem_launchers_local.hydra_job import FULL_ERROR_VARIABLE, hydra_job, job_arguments
 from stratagem_launchers_local.relaunch import relaunch_command
 from stratagem_launchers_local.reports import reports_folder
@@ -53,7 +49,16 @@ _IMPORTING = "STRATAGEM_IMPORTING_MAIN"
 
 
 @define(eq=False, kw_only=True)
-class SubprocessLauncher(Launcher):
+class _LocalLauncher(Launcher):
+    """Lets each process of a run end sooner."""
+
+    @hookimpl
+    def on_connect(self) -> None:
+        shorten_finalization()
+
+
+@define(eq=False, kw_only=True)
+class SubprocessLauncher(_LocalLauncher):
     """Runs the program again for each other process of this node; the process that you started is local rank 0.
 
     All processes live to the end of the program, so a script may fit, then test, then fit another model.
@@ -100,7 +105,7 @@ def _ending_with(parent: int) -> Callable[[], None] | None:
 
 
 @define(eq=False, kw_only=True)
-class _FunctionLauncher(Launcher):
+class _FunctionLauncher(_LocalLauncher):
     """Calls the training function in new processes, and returns rank 0's result."""
 
     parent_trains = False
@@ -109,6 +114,7 @@ class _FunctionLauncher(Launcher):
     @hookimpl
     def launch(self, main: Callable[[], Any], run: RunContext) -> Any:
         assert run.world is not None, "a launcher starts the processes of a world"
+        shorten_finalization()
         self._prepare(run)
         main = self._pack(main)
         self._start_helpers()

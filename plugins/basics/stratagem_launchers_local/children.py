@@ -1,4 +1,4 @@
-"""Child processes: check whether they run, and end them."""
+"""Child processes: tell them their places, check whether they run, and end them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from attrs import define
+from attrs import define, evolve
+
+from stratagem.api import World
+from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE, process_variables
 
 #: Seconds that a process has to end after SIGTERM, and after SIGKILL.
 END_S = 5.0
+
+
+def local_places(world: World) -> list[World]:
+    """Return the `World` of each process of this node, given that of local rank 0."""
+    return [evolve(world, rank=world.rank + offset, local_rank=offset) for offset in range(world.local_world_size)]
+
+
+def child_environment(world: World, reports: Path) -> dict[str, str]:
+    """Return the complete environment for a process with the ranks of `world`."""
+    threads = max(1, (os.cpu_count() or 1) // world.local_world_size)
+    return {
+        "OMP_NUM_THREADS": str(threads), **os.environ, **process_variables(world),
+        PARENT_VARIABLE: str(os.getpid()), REPORTS_VARIABLE: str(reports),
+    }  # fmt: skip
 
 
 @define(eq=False)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import define
 
 from stratagem.api import hookimpl
-from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
 from stratagem_trainer.api import Callback
+from stratagem_trainer.api.validators import read_accumulation
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView

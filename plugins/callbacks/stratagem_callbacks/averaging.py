@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim.swa_utils import SWALR
 
 from stratagem.api import STEPPED_COPIES, TEAMS, Capabilities, hookimpl
-from stratagem.api.validators import at_least, batch_limit, between, more_than, not_empty
+from stratagem.api.validators import at_least, between, more_than, not_empty
 from stratagem.errors import ConfigError
 from stratagem_trainer.api import Callback
 from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
+from stratagem_trainer.api.validators import batch_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, field
+from torch.utils.data import DataLoader
 
 from stratagem.api import hookimpl
-from stratagem.api.batches import with_batch_size
+from stratagem.api.batches import replace_in_loader
 from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
 from stratagem_callbacks.memory_errors import is_out_of_memory
@@ -54,7 +55,7 @@ class BatchSizeFinder(Callback):
             return
         set_found(module, self.attr_name, self.optimal_batch_size)
         # An epoch has another number of steps, which schedules may use.
-        trainer.configure_again(with_batch_size(trainer.train_dataloader, self.optimal_batch_size))
+        trainer.configure_again(_with_batch_size(trainer.train_dataloader, self.optimal_batch_size))
 
     def _find(self, trainer: TrainerView) -> None:
         if trainer.world_size > 1:
@@ -64,7 +65,7 @@ class BatchSizeFinder(Callback):
             )  # fmt: skip
         loader = trainer.train_dataloader
         with trainer.trial_steps("batch_size_finder") as step:
-            with_batch_size(loader, self.init_val)  # raises early if it cannot
+            _with_batch_size(loader, self.init_val)  # raises early if it cannot
             self.optimal_batch_size = self._search(trainer, loader, step)
         trainer.print(f"batch_size_finder: {self.optimal_batch_size}")
 
@@ -80,7 +81,7 @@ class BatchSizeFinder(Callback):
         largest = min(self.max_val or len(loader.dataset), len(loader.dataset))
         good, bad, size = 0, None, min(self.init_val, largest)
         for _ in range(self.max_trials):
-            if self._fits(trainer, with_batch_size(loader, size), step):
+            if self._fits(trainer, _with_batch_size(loader, size), step):
                 good = size
             else:
                 bad = size
@@ -117,3 +118,19 @@ def set_found(module: Any, name: str, value: Any) -> None:
         setattr(module, name, value)
     if name in module.hparams:
         module.hparams[name] = value
+
+
+def _with_batch_size(loader: Any, batch_size: int) -> Any:
+    """Return `loader` with batches of another size.
+
+    Raises:
+        ConfigError: it is not a DataLoader, or one that makes its batches itself.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
+        raise ConfigError(
+            f"the training loader is a {type(loader).__name__} whose batches have no size to set",
+            expected="a DataLoader with a batch_size",
+        )
+    kind: Any = type(loader.batch_sampler)  # one that takes what torch's own takes
+    batches = kind(loader.sampler, batch_size, loader.drop_last)
+    return replace_in_loader(loader, batch_sampler=batches, batch_size=batch_size)

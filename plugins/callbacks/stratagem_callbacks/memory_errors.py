@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stratagem.api.layout import byte_text
 from stratagem.errors import StratagemError
 from stratagem_callbacks.memory_held import UNKNOWN, Held, Memory, held_by, read_memory
 from stratagem_callbacks.memory_ways import BACKWARD, OPTIMIZER_STEP, ways_out
+from stratagem_layout import byte_text
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView

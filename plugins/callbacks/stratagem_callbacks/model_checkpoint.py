@@ -17,7 +17,7 @@ from attrs import define, field
 from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
-from stratagem.api.validators import at_least, at_least_or_unlimited, duration_or_text, not_empty, read_duration
+from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
 from stratagem_callbacks.decisions import acts_after_epoch
 from stratagem_callbacks.kept_files import free_version, link_to, remove, within
@@ -26,6 +26,7 @@ from stratagem_callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from stratagem_trainer.api import Callback
 from stratagem_trainer.api.monitored import monitored
 from stratagem_trainer.api.published import shown
+from stratagem_trainer.api.validators import at_least_or_unlimited, duration_or_text, read_duration
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,8 @@ from attrs import define, field
 from torch import nn
 
 from stratagem.api import hookimpl
-from stratagem.api.validators import at_least_or_unlimited
 from stratagem_trainer.api import Callback
+from stratagem_trainer.api.validators import at_least_or_unlimited
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView

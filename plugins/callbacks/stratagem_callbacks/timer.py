@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.validators import read_duration
 from stratagem_trainer.api import Callback
+from stratagem_trainer.api.validators import read_duration
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView

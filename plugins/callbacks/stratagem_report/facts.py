@@ -26,7 +26,7 @@ from stratagem_trainer.api import has_role
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stratagem.api.layout import Layout
+    from stratagem_layout import Layout
     from stratagem_report.history import History
     from stratagem_trainer.api import TrainerView
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from stratagem.api.layout import byte_text
+from stratagem_layout import byte_text
 from stratagem_report.charts import COLOURS
 
 if TYPE_CHECKING:
-    from stratagem.api.layout import Layout, RankLayout, Slot, Timeline
+    from stratagem_layout import Layout, RankLayout, Slot, Timeline
 
 _MOST_COLUMNS = 8
 _SLOT, _ROW, _LABEL = 24, 26, 56

@@ -21,10 +21,10 @@ from torch import Tensor
 from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.paths import modified_at, replacing
 from stratagem.checkpoint.atomic import StagedFolder, remove_folder, writing
-from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.checkpoint.files import publish_file, remove_file, verify_file
 from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
+from stratagem_checkpoints.cpu_copies import CPUCopies
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives, RunContext

@@ -16,9 +16,9 @@ from attrs import define
 from stratagem.api.json_tree import PLAIN, as_plain, refusal
 from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.files import sidecar
-from stratagem.checkpoint.mapped_file import mapped_storages
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.engine import Copy, FileLayout, Writer, unreadable
+from stratagem_checkpoints.mapped_file import mapped_storages
 from stratagem_checkpoints.raw_bytes import begin_of_entry
 
 #: Types of keys that torch's weights-only loader accepts without an allow-list.

@@ -1,4 +1,4 @@
-"""Bytes: of a tensor, of a part of a file, of an entry in a zip file, of a text that ends with its checksum."""
+"""Bytes: of a tensor, of a part of a file or object, of an entry in a zip file, of a text with its checksum."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     array: Any = (ctypes.c_char * (whole.numel() * whole.element_size())).from_address(whole.data_ptr())
     array.keeps = whole  # the memory must outlive the view of it
     return memoryview(array).cast("B")
+
+
+def read_range(path: Any, begin: int, size: int) -> bytes:
+    """Return `size` bytes of the object at `path`."""
+    data: bytes = path.fs.cat_file(path.path, start=begin, end=begin + size)
+    return data
+
+
+def size_of(path: Any) -> int:
+    """Return how many bytes are at `path`, asking the store rather than a cache of it."""
+    path.fs.invalidate_cache()
+    return int(path.fs.info(path.path)["size"])
 
 
 def chunks(path: Path, begin: int, size: int) -> Iterator[memoryview]:

@@ -18,9 +18,9 @@ from attrs import define
 
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, refusals
-from stratagem.checkpoint.mapped_file import mapped_tensors
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_checkpoints.engine import Copy, FileLayout, Writer, unreadable
+from stratagem_checkpoints.mapped_file import mapped_tensors
 from stratagem_checkpoints.raw_bytes import bytes_of
 
 _REST, _TENSOR = "stratagem", "stratagem."

@@ -12,8 +12,8 @@ from attrs import frozen
 from torch import nn
 
 from stratagem.api import Mesh
-from stratagem.api.layout import AxisMessages, Layout, RankLayout
 from stratagem.api.traffic import wire_bytes
+from stratagem_layout import AxisMessages, Layout, RankLayout
 from stratagem_parallel.layout import axis_of
 from stratagem_parallel.messages import StepMessages
 from stratagem_parallel.placement import cut_axes
@@ -21,7 +21,7 @@ from stratagem_sharding.shards import local
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
-    from stratagem.api.layout import Timeline
+    from stratagem_layout import Timeline
 
 #: What is sent along an axis.
 _SENT = {

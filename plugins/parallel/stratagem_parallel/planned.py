@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from stratagem.api import Collectives, Mesh
-from stratagem.api.layout import Slot, Timeline
+from stratagem_layout import Slot, Timeline
 from stratagem_parallel.description import Held, described, expected_messages
 from stratagem_parallel.pipeline import ownership, timeline
 from stratagem_parallel.pipeline.balance import sizes_of_stages
@@ -18,7 +18,7 @@ from stratagem_parallel.pipeline.stages import cut_sequence, pipelined_sequence
 from stratagem_parallel.plan import plan_of
 
 if TYPE_CHECKING:
-    from stratagem.api.layout import Layout
+    from stratagem_layout import Layout
 
 #: The kinds of computations by torch's letters.
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stratagem.api import Collectives, Mesh, RunContext, World
-    from stratagem.api.layout import Layout
+    from stratagem_layout import Layout
 
 #: Where a module remembers how it was wrapped, for the next call of the trainer.
 _WRAPPED = "_stratagem_parallel"

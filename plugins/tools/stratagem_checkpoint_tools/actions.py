@@ -15,8 +15,9 @@ from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.discovery import registry
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.construction import make
-from stratagem.stack.formats import format_named, name_of_format, read_any, read_with, write_with
+from stratagem.stack.formats import format_named, name_of_format, read_with, write_with
 from stratagem_checkpoint_tools.exports import write_huggingface, write_state_dict
+from stratagem_trainer.checkpoint_files import read_any
 
 # --- inspect -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem.errors import StratagemError
-from stratagem.stack.detection import Candidate, choose, environment_candidates, why_not
+from stratagem.stack.detection import Candidate, choose, environment_candidates
 
 
 def examine_environments() -> dict[str, Any]:
@@ -39,19 +39,27 @@ def render_environments(found: dict[str, Any]) -> list[str]:
 
 def _row(candidate: Candidate, chosen: Candidate | None) -> dict[str, Any]:
     evidence = candidate.evidence
-    if candidate is chosen:
-        why = ""
-    elif chosen is None:
-        absent = candidate.problem or "none of its variables is set"
-        why = absent if evidence is None else "it contradicts another one"
-    else:
-        why = why_not(candidate, chosen)
     return {
         "name": candidate.entry.name,
         "confidence": None if evidence is None else str(evidence.confidence),
         "evidence": None if evidence is None else evidence.reason,
-        "why not": why,
+        "why not": "" if candidate is chosen else why_not(candidate, chosen),
     }
+
+
+def why_not(loser: Candidate, winner: Candidate | None) -> str:
+    """Return why `winner` is used and not `loser`, or why none is."""
+    if loser.evidence is None:
+        return loser.problem or "none of its variables is set"
+    if winner is None or winner.evidence is None:
+        return "it contradicts another one"
+    mine, theirs = loser.evidence.confidence, winner.evidence.confidence
+    if mine != theirs:
+        return f"{winner.entry.name} is {theirs}, and this one is {mine}"
+    if loser.plugin.precedence < winner.plugin.precedence:
+        ranks = f"precedence {winner.plugin.precedence} to {loser.plugin.precedence}"
+        return f"{winner.entry.name} is started within it ({ranks})"
+    return f"it agrees with {winner.entry.name}"
 
 
 def _refusal(chosen: Candidate | None) -> str:

@@ -17,9 +17,9 @@ from stratagem.errors import ConfigError, StratagemError, shown
 from stratagem_devtools.mesh_text import mesh_lines
 
 if TYPE_CHECKING:
-    from stratagem.api.layout import Layout
     from stratagem.config.settings import RunSettings
     from stratagem.stack.plugins import Stack
+    from stratagem_layout import Layout
 
 #: Set while the script runs: the run that it launches first calls `Explain.show`, and stops.
 _VARIABLE = "STRATAGEM_EXPLAIN"

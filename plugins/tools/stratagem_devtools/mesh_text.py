@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stratagem.api.layout import byte_text
+from stratagem_layout import byte_text
 
 if TYPE_CHECKING:
-    from stratagem.api.layout import AxisMessages, Layout, RankLayout, Timeline
+    from stratagem_layout import AxisMessages, Layout, RankLayout, Timeline
 
 #: Timelines with more slots are not drawn as text.
 _MOST_SLOTS = 60

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.api.options import convert, option_types, redact
-from stratagem.config.environment import from_environment
 from stratagem.config.settings import PluginOption, added_arguments, gather, option_names
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
@@ -20,6 +19,7 @@ from stratagem_fit.runfile import parse_text
 from stratagem_fit.signatures import parameters
 from stratagem_plugin_checks import class_of
 from stratagem_trainer.settings import TrainerSettings
+from stratagem_trainer.sources import from_environment
 
 #: Marks a value that a run file cannot express.
 _UNSUPPORTED = object()
@@ -102,7 +102,7 @@ def _path_of(value: Any) -> Any:
 
 def _trainer(job: Job) -> dict[str, Any]:
     file, line = job.file.trainer
-    settings = gather(TrainerSettings, {}, [file, from_environment(TrainerSettings), line])
+    settings = gather(TrainerSettings, {}, [file, from_environment(), line])
     arguments: dict[str, Any] = {}
     for name in option_names(TrainerSettings):
         value = settings.chosen.get(name) if name in added_arguments(TrainerSettings) else getattr(settings, name)

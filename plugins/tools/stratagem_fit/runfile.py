@@ -11,11 +11,11 @@ from attrs import define, field, frozen
 
 from stratagem.api.options import convert
 from stratagem.api.paths import as_path
-from stratagem.config.settings import option_names
-from stratagem.config.sources import Source, from_file
+from stratagem.config.settings import Source, option_names
 from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, nearest
 from stratagem_trainer.settings import TrainerSettings
+from stratagem_trainer.sources import from_file, put
 
 #: The top-level keys of a run file.
 SECTIONS = ("seed", "model", "data", "trainer", "ckpt_path")
@@ -79,7 +79,7 @@ def read(path: str | Path, words: Sequence[str]) -> RunFile:
         elif section in specs:
             specs[section] = _override(specs[section], section, rest, _needs_value(name, value))
         elif section == "trainer" and rest:
-            line.set(rest, "true" if value is None else value)
+            put(line, rest, "true" if value is None else value)
         elif name in plain:
             plain[name] = Setting(_needs_value(name, value), _LINE, text=True)
         else:
@@ -138,7 +138,7 @@ def _suggestion(name: str) -> str:
 def _trainer(content: Any, origin: str) -> Source:
     layer = Source(origin)
     for name, value in _mapping(content if content is not None else {}, "trainer", origin).items():
-        layer.set(name, value)
+        put(layer, name, value)
     return layer
 
 

@@ -39,7 +39,7 @@ from stratagem.api.batches import replace_in_loader
 from stratagem.api.late_flag import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import ShardedSampler, in_order_of_several
+from stratagem.runtime.data import ShardedSampler
 from stratagem_trainer.combined_loader import (
     generators_in,
     has_state,
@@ -48,6 +48,7 @@ from stratagem_trainer.combined_loader import (
     restore_seeds_in,
     seeds_in,
 )
+from stratagem_trainer.loader_samplers import in_order_of_several
 from stratagem_trainer.loader_wait import LoaderWait
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.api.seeding import random_state, restore_random_state, sampler_seed
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import generators_of, restore_sampler_seeds, sampler_seeds, set_epoch
+from stratagem_trainer.loader_samplers import generators_of, seeded_samplers, set_epoch
 
 #: How the batches of several loaders become those of one.
 MODES: Final = ("min_size", "max_size_cycle", "max_size", "sequential", "weighted")
@@ -331,7 +331,7 @@ def seeds_in(loader: Any) -> list[int]:
     """Return the seeds of the samplers of every part, and that of the draw between them."""
     if isinstance(loader, CombinedLoader):
         return [*(seed for part in loader.flattened for seed in seeds_in(part)), loader.seed]
-    return sampler_seeds(loader)
+    return [sampler.seed for sampler in seeded_samplers(loader)]
 
 
 def restore_seeds_in(loader: Any, seeds: Iterable[int]) -> None:
@@ -342,7 +342,8 @@ def restore_seeds_in(loader: Any, seeds: Iterable[int]) -> None:
             restore_seeds_in(part, left)
         loader.seed = next(left, loader.seed)
     else:
-        restore_sampler_seeds(loader, left)
+        for sampler, seed in zip(seeded_samplers(loader), left, strict=False):
+            sampler.seed = seed
 
 
 def has_state(loader: Any) -> bool:

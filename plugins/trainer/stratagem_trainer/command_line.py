@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stratagem.config.settings import added_arguments
-from stratagem.config.sources import program
 from stratagem.discovery import registry
 from stratagem.stack.resolver import resolve
 from stratagem_trainer.option_texts import as_written, help_lines, option_texts
+from stratagem_trainer.sources import program
 
 if TYPE_CHECKING:
     from stratagem_trainer.settings import TrainerSettings

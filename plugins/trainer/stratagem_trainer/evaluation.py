@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import set_epoch
+from stratagem_trainer.loader_samplers import set_epoch
 from stratagem_trainer.metric_log import log_evaluation_step, publish_epoch, show_epoch
 from stratagem_trainer.metrics import StageMetrics
 from stratagem_trainer.module import overrides

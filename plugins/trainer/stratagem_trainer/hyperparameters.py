@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import inspect
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
-from stratagem.api.options import items_of
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 
 
@@ -222,3 +225,29 @@ def constructor_arguments(owner: Any, frame: Any) -> dict[str, Any]:
             found |= own | {name: value for name, value in keywords.items() if not name.startswith("_")}
         frame = frame.f_back
     return found
+
+
+def items_of(value: Any, caller: str) -> dict[str, Any]:
+    """Return what a mapping, a namespace or a dataclass holds, by name.
+
+    Args:
+        caller: the function that was given `value`, for messages.
+
+    Raises:
+        ConfigError: `value` is something else, or has keys that are not text.
+    """
+    if isinstance(value, Mapping):
+        items = dict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        items = dict(vars(value))
+    elif attrs.has(type(value)):
+        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
+    else:
+        expected = "a mapping, a namespace or a dataclass"
+        names = "names of arguments, " * (caller == "save_hyperparameters")
+        raise ConfigError(f"{caller} was given {shown(value)}", expected=names + expected)
+    if odd := next((name for name in items if not isinstance(name, str)), None):
+        raise ConfigError(f"{caller} was given a mapping with the key {shown(odd)}", expected="names")
+    return items

@@ -294,7 +294,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         """
         from stratagem.api.named_state import load_weights
         from stratagem.checkpoint.trained_part import check_part
-        from stratagem.stack.formats import read_any
+        from stratagem_trainer.checkpoint_files import read_any
 
         check_loading_options(cls, map_location, arguments)
         check_weights_only("load_from_checkpoint", weights_only)

@@ -14,9 +14,9 @@ from attrs import define, field
 
 from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError, differences
-from stratagem.runtime.data import in_order, seed_loader_workers, set_epoch
 from stratagem_trainer.combined_loader import CombinedLoader, are_several, joined, length, one_by_one, parts_of
 from stratagem_trainer.datamodule import DataModule
+from stratagem_trainer.loader_samplers import in_order, seed_loader_workers, set_epoch
 from stratagem_trainer.module import overrides
 
 if TYPE_CHECKING:

@@ -13,14 +13,7 @@ from attrs import define, field
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.api.options import as_list, option_types
-from stratagem.api.validators import (
-    accumulation,
-    at_least,
-    at_least_or_unlimited,
-    batch_limit,
-    duration_or_text,
-    more_than,
-)
+from stratagem.api.validators import at_least, more_than
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
@@ -29,6 +22,7 @@ from stratagem.stack.construction import default
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import Chooser, automatic_callbacks, is_listed
 from stratagem_trainer.api import has_role
+from stratagem_trainer.api.validators import accumulation, at_least_or_unlimited, batch_limit, duration_or_text
 from stratagem_trainer.moved_methods import prepare_methods
 from stratagem_trainer.targets import normalization
 

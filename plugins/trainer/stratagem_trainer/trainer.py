@@ -9,15 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.validators import read_accumulation, read_duration
-from stratagem.config.environment import from_environment
-from stratagem.config.settings import gather, remember_arguments
-from stratagem.config.sources import Source, from_arguments, from_file, program
+from stratagem.config.settings import Source, gather, remember_arguments
 from stratagem.discovery import registry
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.context import Context
 from stratagem_trainer.api.callback_log import let_log
+from stratagem_trainer.api.validators import read_accumulation, read_duration
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.events import Events
 from stratagem_trainer.fit_state import FitState
@@ -28,6 +26,7 @@ from stratagem_trainer.module_checks import check, check_instance, check_signatu
 from stratagem_trainer.moved_methods import prepare_methods
 from stratagem_trainer.progress import Position
 from stratagem_trainer.settings import TrainerSettings, with_callbacks
+from stratagem_trainer.sources import from_arguments, from_environment, from_file, program
 from stratagem_trainer.view import View
 
 if TYPE_CHECKING:
@@ -450,4 +449,4 @@ class Trainer(View):
 def _with_environment(sources: Sequence[Source]) -> list[Source]:
     """Put the environment where it belongs: over files, under a command line."""
     files = [source for source in sources if not source.text]
-    return [*files, from_environment(TrainerSettings), *(source for source in sources if source.text)]
+    return [*files, from_environment(), *(source for source in sources if source.text)]

@@ -17,30 +17,23 @@ from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.single_process import SingleProcessRun
-from stratagem.checkpoint.state_checks import (
-    applying,
-    check_batches,
-    check_like,
-    check_numbers,
-    check_scheduler,
-    check_weights_fit,
-    from_first,
-    together,
-)
+from stratagem.checkpoint.state_checks import applying, check_weights_fit, from_first, together
 from stratagem.checkpoint.trained_part import trained_part
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.runtime import default_hooks, state_io
 from stratagem.runtime.state_io import format_tag
 from stratagem.stack import identity
-from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
+from stratagem.stack.formats import format_of, read_with
 from stratagem.stack.identity import warn_of_differences
 from stratagem_trainer.api import has_role
+from stratagem_trainer.checkpoint_files import newest_whole, saved_at
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.hyperparameters import stored_hyperparameters
 from stratagem_trainer.module import BUILT, build, overrides
 from stratagem_trainer.optimizer_modes import forget_training_weights, set_mode
 from stratagem_trainer.progress import ADDED, LIGHTNING_VERSION
 from stratagem_trainer.rank_states import Ranks, check_meshes, mesh_of, restore_buffers, with_the_same_samples
+from stratagem_trainer.state_checks import check_batches, check_like, check_numbers, check_scheduler
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import FitOutcome

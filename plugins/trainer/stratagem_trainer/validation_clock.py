@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from stratagem.api.late_flag import LateFlag
-from stratagem.api.validators import read_duration
+from stratagem_trainer.api.validators import read_duration
 
 if TYPE_CHECKING:
     from stratagem_trainer.fit_state import FitState

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from stratagem.api.capabilities import ACCUMULATION, STEPS_IN_BACKWARD
 from stratagem.api.paths import as_path
 from stratagem.api.readback import as_numbers
-from stratagem.api.validators import read_accumulation
-from stratagem.checkpoint.cpu_copies import collecting
+from stratagem.checkpoint.gathered import collecting
 from stratagem.errors import ConfigError
 from stratagem_trainer import fit_state
 from stratagem_trainer.api import SavedCheckpoint, has_role, mean_loss
+from stratagem_trainer.api.validators import read_accumulation
 from stratagem_trainer.call_view import CallView
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 from stratagem_trainer.metrics import LogOptions

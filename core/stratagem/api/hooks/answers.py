@@ -200,7 +200,7 @@ def model_state(module: nn.Module, run: RunContext) -> dict[str, Tensor]:
     If ``run.needs_values`` is False (on a rank that does not write), a tensor may be on the meta device. If
     ``run.whole_state`` is False, the checkpoint format writes shards: return DTensors and do not gather them; a tensor
     that is unsharded on some ranks only is on the meta device of the others. What you gathered in new memory give to
-    ``stratagem.checkpoint.cpu_copies.as_gathered``: a background save does not copy it once more.
+    ``stratagem.checkpoint.gathered.as_gathered``: a background save does not copy it once more.
     """
 
 
@@ -240,7 +240,7 @@ def save_checkpoint(state: dict[str, Any], path: Path, run: RunContext) -> bool:
 def load_checkpoint(path: Path, run: RunContext) -> dict[str, Any]:
     """Answer (checkpoint format): read and verify `path`.
 
-    Tensors of the model and the optimizers may be mapped from the file, as `stratagem.checkpoint.mapped_file` does it.
+    Tensors of the model and the optimizers may be mapped from the file, as `stratagem_checkpoints.mapped_file` does it.
     """
 
 

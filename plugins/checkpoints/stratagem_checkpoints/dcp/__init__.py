@@ -24,16 +24,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from stratagem.api import Collectives, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote
-from stratagem.checkpoint.cpu_copies import CPUCopies
-from stratagem.checkpoint.distinct import gather_distinct
-from stratagem.checkpoint.mapped_file import SMALL
 from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints import one_file
+from stratagem_checkpoints.cpu_copies import CPUCopies
 from stratagem_checkpoints.dcp import indexes
 from stratagem_checkpoints.dcp.indexes import INDEX, MANIFEST
 from stratagem_checkpoints.dcp.pieces import tensors_of
+from stratagem_checkpoints.distinct import gather_distinct
 from stratagem_checkpoints.engine import FolderLayout
+from stratagem_checkpoints.mapped_file import SMALL
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

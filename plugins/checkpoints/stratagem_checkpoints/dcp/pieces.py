@@ -26,9 +26,9 @@ import torch
 from attrs import frozen
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from stratagem.checkpoint.mapped_file import SMALL, mapped_tensors
 from stratagem.checkpoint.state_checks import together
 from stratagem_checkpoints.dcp.indexes import unreadable
+from stratagem_checkpoints.mapped_file import SMALL, mapped_tensors
 from stratagem_checkpoints.raw_bytes import begin_of_entry, chunks, opened, write_at
 from stratagem_checkpoints.shared_file import enough_space, shared_file
 

@@ -26,7 +26,7 @@ import xxhash
 from attrs import define
 
 from stratagem.api import Collectives, hookimpl
-from stratagem.api.paths import is_private, is_remote
+from stratagem.api.paths import is_remote
 from stratagem.checkpoint.state_checks import from_first, together
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.engine import FolderLayout
@@ -51,7 +51,7 @@ class ShardedCheckpoint(FolderLayout):
     index = manifest = MANIFEST
 
     def planned(self, state: dict[str, Any], path: Path, run: RunContext) -> Plan:
-        if is_private(path) and run.world_size > 1:
+        if getattr(path, "protocol", "") == "memory" and run.world_size > 1:  # only this process sees it
             raise CheckpointError(
                 f"{path} is in the memory of each process and the run has {run.world_size} of them",
                 expected="storage that all ranks share",

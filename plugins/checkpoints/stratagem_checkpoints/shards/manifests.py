@@ -13,10 +13,10 @@ from typing import Any
 
 import xxhash
 
-from stratagem.api.paths import is_remote, read_range, refusals, size_of
+from stratagem.api.paths import is_remote, refusals
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.engine import damaged, unreadable
-from stratagem_checkpoints.raw_bytes import checksum, chunks, sealed, unsealed
+from stratagem_checkpoints.raw_bytes import checksum, chunks, read_range, sealed, size_of, unsealed
 from stratagem_checkpoints.shards.plan import ALIGNMENT, Plan
 
 MANIFEST, TENSORS = "manifest.json", "tensors.bin"

@@ -11,9 +11,10 @@ from typing import Any, BinaryIO
 import xxhash
 
 from stratagem.api import Collectives
-from stratagem.api.paths import publish_object, refusals, size_of
+from stratagem.api.paths import publish_object, refusals
 from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
+from stratagem_checkpoints.raw_bytes import size_of
 from stratagem_checkpoints.shards.manifests import MANIFEST, encoded, files_of, has_tag, read_manifest
 from stratagem_checkpoints.shards.plan import Plan, pieces
 

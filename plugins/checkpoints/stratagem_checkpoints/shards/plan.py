@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem.api.json_tree import encode
-from stratagem.checkpoint.cpu_copies import is_pinnable, wait_for
-from stratagem.checkpoint.distinct import gather_distinct
 from stratagem.errors import CheckpointError
+from stratagem_checkpoints.cpu_copies import is_pinnable, wait_for
+from stratagem_checkpoints.distinct import gather_distinct
 from stratagem_checkpoints.raw_bytes import bytes_of
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 
 from stratagem.api.json_tree import decode
 from stratagem.api.paths import refusals
-from stratagem.checkpoint.mapped_file import mapped_tensors
 from stratagem.checkpoint.state_checks import together
 from stratagem.errors import CheckpointError
+from stratagem_checkpoints.mapped_file import mapped_tensors
 from stratagem_checkpoints.raw_bytes import opened, write_at
 from stratagem_checkpoints.shards.manifests import THREADS, fetch
 from stratagem_checkpoints.shared_file import shared_file

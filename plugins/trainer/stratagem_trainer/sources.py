@@ -1,4 +1,4 @@
-"""Read settings from a file, the environment and a command line. Each value keeps its origin, for messages.
+"""Read arguments from a file, the environment and a command line. Each value keeps its origin, for messages.
 
 A later source overrides an earlier one: default, file, environment, command line, code. Each has plugin options:
 
@@ -13,46 +13,43 @@ command line   ``--max_epochs 3``                      ``--strategy.timeout 60``
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
-
 from stratagem.api.paths import as_path
+from stratagem.config.settings import PREFIX, Source, option_names
 from stratagem.discovery import registry
+from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, nearest, shown
+from stratagem_trainer.settings import TrainerSettings
 
-PREFIX = "STRATAGEM_"
+#: Arguments that choose plugins, beside those of kinds.
+_CHOICES = ("plugins", "profiler", "checks")
 
 
-@define(eq=False, repr=False)
-class Source:
-    """Arguments and plugin options from one source."""
+def put(source: Source, name: str, value: Any) -> None:
+    """Set argument or dotted option `name` of `source`; text that chooses plugins is parsed."""
+    kind, dot, option = name.partition(".")
+    if not dot:
+        is_choice = source.text and (name in registry.arguments() or name in _CHOICES)
+        source.values[name] = parse_choice(value) if is_choice else value
+    elif kind in registry.dotted():
+        source.options.setdefault(kind, {})[option] = value
+    else:
+        known = registry.dotted()
+        raise ConfigError(
+            f"{source.origin} sets {name!r}", expected=f"an option of {', '.join(known)}", do=nearest(kind, known)
+        )
 
-    #: "file run.yaml", "environment", "command line"
-    origin: str
-    #: Arguments by name.
-    values: dict[str, Any] = field(factory=dict)
-    #: Plugin options by kind and name.
-    options: dict[str, dict[str, Any]] = field(factory=dict)
-    #: Values are text, to be parsed by the type of the argument or option.
-    text: bool = False
 
-    def set(self, name: str, value: Any) -> None:
-        """Set argument or dotted option `name`."""
-        kind, dot, option = name.partition(".")
-        if not dot:
-            self.values[name] = value
-        elif kind in registry.dotted():
-            self.options.setdefault(kind, {})[option] = value
-        else:
-            known = registry.dotted()
-            raise ConfigError(
-                f"{self.origin} sets {name!r}", expected=f"an option of {', '.join(known)}", do=nearest(kind, known)
-            )
+# --- Files -----------------------------------------------------------------------------------------------------------
 
 
 def from_file(path: str | Path) -> Source:
@@ -78,7 +75,7 @@ def from_file(path: str | Path) -> Source:
             )
     layer = Source(f"file {path.name}")
     for name, value in content.items():
-        layer.set(name, value)
+        put(layer, name, value)
     return layer
 
 
@@ -138,36 +135,98 @@ def _check_nodes(root: Any, path: Path) -> None:
 
     PyYAML keeps the last of two equal keys. It shares the values of anchors, so a small file may become huge later.
     """
-    seen, open_nodes, waiting = 0, set(), [(root, False)]
-    while waiting:
-        node, is_done = waiting.pop()
-        if is_done:
-            open_nodes.discard(id(node))
-            continue
-        line = node.start_mark.line + 1
-        seen += 1
-        if seen > _MOST_VALUES:
+    numbers, open_nodes = itertools.count(1), set()
+
+    def check(node: Any) -> None:
+        if next(numbers) > _MOST_VALUES:
             raise ConfigError(f"{path} has more than {_MOST_VALUES} values once its anchors are followed",
                               do="write it with fewer uses of anchors")  # fmt: skip
         if id(node) in open_nodes:
+            line = node.start_mark.line + 1
             raise ConfigError(f"{path} has an anchor that contains itself (line {line})", do="fix that line")
-        if node.id == "scalar":
-            continue
         open_nodes.add(id(node))
-        waiting.append((node, True))
-        if node.id == "sequence":
-            waiting += [(item, False) for item in node.value]
-            continue
         lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            waiting += [(key, False), (value, False)]
-            name, key_line = (key.tag, str(key.value)), key.start_mark.line + 1
+        for key in (key for key, _ in node.value) if node.id == "mapping" else ():
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if key.id == "scalar" and name in lines:
                 raise ConfigError(
-                    f"{path} has {key.value!r} twice (lines {lines[name]} and {key_line})",
+                    f"{path} has {key.value!r} twice (lines {lines[name]} and {line})",
                     expected="each name once in a mapping", do="drop one of them",
                 )  # fmt: skip
-            lines[name] = key_line
+            lines[name] = line
+        for inner in () if node.id == "scalar" else node.value:
+            for each in inner if isinstance(inner, tuple) else [inner]:
+                check(each)
+        open_nodes.discard(id(node))
+
+    check(root)
+
+
+# --- Environment variables ------------------------------------------------------------------------------------------
+
+
+def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
+    """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``."""
+    arguments = option_names(TrainerSettings)
+    layer = Source("environment", text=True)
+    for variable, text in sorted(variables.items()):
+        name = variable.removeprefix(PREFIX)
+        if name == variable:
+            continue
+        if name.startswith("TRAINER_"):
+            put(layer, name.removeprefix("TRAINER_").lower(), text)
+            continue
+        # The longest kind first, in case the name of one kind is a prefix of another's.
+        for kind in sorted(registry.dotted(), key=len, reverse=True):
+            if name.startswith(f"{kind.upper()}_"):
+                put(layer, f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
+                break
+        else:
+            _check_not_misspelt(variable, name, arguments)
+    _warn_of_lightning(variables, arguments)
+    return layer
+
+
+def _check_not_misspelt(variable: str, name: str, arguments: Collection[str]) -> None:
+    """Refuse a variable that looks like a misspelt argument or option."""
+    if name.lower() in arguments and name != "PLUGINS":  # the list of allowed plugins
+        raise ConfigError(f"the variable {variable} is set, which nothing reads", do=f"use {PREFIX}TRAINER_{name}")
+    if name.startswith("CALLBACK_"):
+        raise ConfigError(
+            f"the variable {variable} is set, and there may be several callbacks", expected="each callback by name",
+            do=f"use {PREFIX}TRAINER_CALLBACKS with JSON",
+        )  # fmt: skip
+    first = {word.partition("_")[0] for word in ("TRAINER", *(kind.upper() for kind in registry.dotted()))}
+    word, _, rest = name.partition("_")
+    close = difflib.get_close_matches(word, first, n=1, cutoff=0.8)
+    if rest and close and word not in first:
+        raise ConfigError(
+            f"the variable {variable} is set, which nothing reads", do=f"did you mean {PREFIX}{close[0]}_{rest}"
+        )
+
+
+def _warn_of_lightning(variables: Mapping[str, str], arguments: Collection[str]) -> None:
+    """Warn of variables that Lightning reads and stratagem does not; only on local rank 0."""
+    if variables.get("LOCAL_RANK", "0") != "0":
+        return
+    for variable in sorted(variables):
+        if variable == "PL_GLOBAL_SEED":
+            advice = "call stratagem.seed_everything(number), or set STRATAGEM_SEED"
+        elif variable.startswith("PL_TRAINER_") or variable in _LIGHTNING_RUN:
+            name = variable.removeprefix("PL_TRAINER_").removeprefix("LT_")
+            known = name.lower() in arguments
+            advice = f"set {PREFIX}TRAINER_{name}" if known else moved_names("arguments").get(name.lower(), "unset it")
+        else:
+            continue
+        warnings.warn(f"the variable {variable} is set, which Lightning reads and stratagem does not; {advice}",
+                      stacklevel=2)  # fmt: skip
+
+
+#: The variables that `lightning run` sets.
+_LIGHTNING_RUN = ("LT_ACCELERATOR", "LT_STRATEGY", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
+
+
+# --- Command line ----------------------------------------------------------------------------------------------------
 
 
 def from_arguments(arguments: Sequence[str]) -> tuple[Source, Path | None, bool]:
@@ -183,7 +242,7 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Source, Path | None, bool]
         elif name == "config":
             config = as_path(value)
         else:
-            layer.set(name, value)
+            put(layer, name, value)
     return layer, config, wants_help
 
 
