@@ -29,7 +29,7 @@ from stratagem.api import GRADIENT_BUCKETS, Bucket, Capabilities, Collectives, h
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state, taken_out
 from stratagem.api.options import options
 from stratagem.api.validators import more_than
-from stratagem.checkpoint.gathered import as_gathered
+from stratagem.checkpoint.tensor_memory import as_gathered
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 from stratagem_process_group.losses import check_reached
