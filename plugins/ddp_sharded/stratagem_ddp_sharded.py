@@ -29,7 +29,7 @@ from stratagem.api import GRADIENT_BUCKETS, Capabilities, Collectives, hookimpl
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state, taken_out
 from stratagem.api.options import options
 from stratagem.api.validators import more_than
-from stratagem.checkpoint.gathered import as_gathered
+from stratagem.checkpoint.tensor_memory import as_gathered
 from stratagem_buckets import Bucket
 from stratagem_buckets.reducer import bucket_reducer, check_dense
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after

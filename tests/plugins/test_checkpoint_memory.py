@@ -14,8 +14,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.api.named_state import taken_out
-from stratagem.checkpoint.gathered import as_gathered, collecting
 from stratagem.checkpoint.single_process import SingleProcessRun
+from stratagem.checkpoint.tensor_memory import as_gathered, collecting
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.cpu_copies import CPUCopies

@@ -12,8 +12,6 @@ import torch
 from stratagem.api.context import RunContext
 from stratagem.api.paths import as_path
 from stratagem.checkpoint.files import STATE_VERSION, check_version
-from stratagem.checkpoint.gathered import collecting
-from stratagem.checkpoint.own_memory import with_own_extras, with_own_memory
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.state_checks import (
     applying,
@@ -23,6 +21,7 @@ from stratagem.checkpoint.state_checks import (
     together,
     with_new_options,
 )  # fmt: skip
+from stratagem.checkpoint.tensor_memory import collecting, with_own_extras, with_own_memory
 from stratagem.checkpoint.trained_part import check_part
 from stratagem.errors import CheckpointError
 from stratagem.runtime.handles import ModelHandle

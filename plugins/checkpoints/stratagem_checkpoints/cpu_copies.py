@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from stratagem.checkpoint.gathered import is_gathered
+from stratagem.checkpoint.tensor_memory import is_gathered
 
 
 def is_pinnable(tensor: Tensor) -> bool:

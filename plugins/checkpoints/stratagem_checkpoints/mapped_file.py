@@ -1,7 +1,7 @@
 """Map parts of a file into memory: pages are read on first use, and are released with the last tensor that uses them.
 
 A mapping covers a segment of neighbouring parts, not the whole file, so that memory becomes free as a state is used.
-Writes to the tensors do not change the file. See [Note: mapped tensors] in `stratagem.checkpoint.own_memory`.
+Writes to the tensors do not change the file. See [Note: mapped tensors] in `stratagem.checkpoint.tensor_memory`.
 """
 
 from __future__ import annotations

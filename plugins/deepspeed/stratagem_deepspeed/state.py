@@ -20,7 +20,7 @@ from attrs import frozen
 from torch import nn
 
 from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
-from stratagem.checkpoint.gathered import as_gathered
+from stratagem.checkpoint.tensor_memory import as_gathered
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:

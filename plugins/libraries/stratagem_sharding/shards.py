@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stratagem.checkpoint.gathered import as_gathered
+from stratagem.checkpoint.tensor_memory import as_gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

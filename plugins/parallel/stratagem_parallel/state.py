@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stratagem.api.named_state import logical_optimizer_state
-from stratagem.checkpoint.gathered import as_gathered
+from stratagem.checkpoint.tensor_memory import as_gathered
 from stratagem.errors import CheckpointError
 from stratagem_sharding.shards import gathered, local
 from stratagem_sharding.shards import whole as whole_of

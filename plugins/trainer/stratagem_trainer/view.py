@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.api.capabilities import ACCUMULATION, STEPS_IN_BACKWARD
 from stratagem.api.paths import as_path
 from stratagem.api.readback import as_numbers
-from stratagem.checkpoint.gathered import collecting
+from stratagem.checkpoint.tensor_memory import collecting
 from stratagem.errors import ConfigError
 from stratagem_trainer import fit_state
 from stratagem_trainer.api import SavedCheckpoint, has_role, mean_loss

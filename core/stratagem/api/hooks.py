@@ -1,4 +1,23 @@
-"""Hooks of processes, the model, the step and the state: what strategies, precisions and formats implement."""
+"""Every hook of a run, in the order in which they are called; the last two end it.
+
+Plugin authors need this module, `stratagem.api.kinds` and `stratagem.api.context`.
+
+[Note: answering, acting, wrapping]
+* An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
+  answers, the core's default does. Two plugins that answer are an error before anything runs.
+* Any number of plugins may **wrap** an answer hook with ``@hookimpl(wrapper=True)``: code before ``yield``, the inner
+  answer as its value, code after. A wrapper can change the answer; it cannot change the arguments, nor skip the rest.
+* Every other hook is **acted** on by all plugins that implement it, in the order of the stack: strategies (outer ones
+  first), precision, comm hooks, environment, launcher, accelerator, checkpoint format, then callbacks as listed, then
+  loggers. "All enter" means that each returned context manager is entered, in that order.
+
+An implementation names only the arguments that it uses. `run` is a `stratagem.api.context.RunContext`: together with
+the bases of `stratagem.api.kinds` that is all of the core that a plugin uses. A hook runs in every process, unless its
+description says otherwise.
+
+Other packages add hooks, as the Trainer adds its events. A plugin that works without such a package marks them with
+``@hookimpl(optionalhook=True)``.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +219,7 @@ def model_state(module: nn.Module, run: RunContext) -> dict[str, Tensor]:
     If ``run.needs_values`` is False (on a rank that does not write), a tensor may be on the meta device. If
     ``run.whole_state`` is False, the checkpoint format writes shards: return DTensors and do not gather them; a tensor
     that is unsharded on some ranks only is on the meta device of the others. What you gathered in new memory give to
-    ``stratagem.checkpoint.gathered.as_gathered``: a background save does not copy it once more.
+    ``stratagem.checkpoint.tensor_memory.as_gathered``: a background save does not copy it once more.
     """
 
 
