@@ -6,8 +6,6 @@ environment is parsed by the option's type. In code, a value may be any Python o
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import enum
 import functools
 import inspect
@@ -17,20 +15,16 @@ import os
 import re
 import sys
 import types
-import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 
 from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError, nearest, shown
-
-if TYPE_CHECKING:
-    import cattrs
 
 T = TypeVar("T")
 
@@ -39,7 +33,7 @@ T = TypeVar("T")
 changes: list[Callable[[type, Mapping[str, Any]], Mapping[str, Any]]] = []
 
 
-# --- Building a class --------------------------------------------------------------------------------------------
+# --- Building a class -------------------------------------------------------------------------------------------------
 
 
 def structure(cls: type[T], values: Mapping[str, Any], path: str, *, text: bool = False) -> T:
@@ -101,11 +95,8 @@ def explain_call(cls: type[Any], values: tuple[Any, ...], given: Mapping[str, An
 
 def _unknown(cls: type[Any], key: object, path: str) -> ConfigError:
     known = options(cls)
-    return ConfigError(
-        f"option {_join(path, key)} is unknown",
-        expected=f"one of {', '.join(sorted(known))}" if known else "no options: it has none",
-        do=nearest(str(key), known),
-    )
+    expected = f"one of {', '.join(sorted(known))}" if known else "no options: it has none"
+    return ConfigError(f"option {_join(path, key)} is unknown", expected=expected, do=nearest(str(key), known))
 
 
 def _missing(cls: type[Any], given: Mapping[str, Any]) -> list[str]:
@@ -179,13 +170,13 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-# --- Converting a value ------------------------------------------------------------------------------------------
+# --- Converting a value -----------------------------------------------------------------------------------------------
 
 
 def convert(value: Any, annotation: Any, path: str, *, text: bool = False) -> Any:
     """Return `value` as `annotation`, or raise a ConfigError that quotes `path` and `value`."""
     try:
-        return _converter(text).structure(_sized(value), annotation)
+        return _conversion(text)(_sized(value), annotation)
     except ConfigError as error:
         if error.found.startswith(path):
             raise
@@ -224,8 +215,8 @@ def describe(annotation: Any) -> str:
 
 
 @functools.cache
-def _converter(text: bool) -> cattrs.Converter:
-    """Return a converter that coerces nothing: it parses `text` where the type says how, and then checks the type."""
+def _conversion(text: bool) -> Callable[[Any, Any], Any]:
+    """Return what converts a value to a type. It coerces nothing: `text` is parsed as the type says, then checked."""
     import cattrs
 
     converter = cattrs.Converter(detailed_validation=False)
@@ -239,7 +230,7 @@ def _converter(text: bool) -> cattrs.Converter:
             values, items = values.items(), (tuple[items],)  # type: ignore[valid-type]
         if kind is not tuple or len(items) < 2 or ... in items:
             items = items[:1] * len(values)
-        return make(converter.structure(*each) for each in [*zip(values, items, strict=True)])
+        return make(converter.structure(*each) for each in [*zip(values, items, strict=True)])  # refuses other lengths
 
     def union(value: Any, annotation: Any) -> Any:
         refusal: Exception = TypeError(value)
@@ -270,7 +261,7 @@ def _converter(text: bool) -> cattrs.Converter:
     converter.register_structure_hook(Path, _path)
     for kind in _PARSE:
         converter.register_structure_hook(kind, functools.partial(_plain, kind, text))
-    return converter
+    return converter.structure
 
 
 def _plain(kind: type, text: bool, value: Any, _: Any = None) -> Any:
@@ -325,7 +316,7 @@ _PARSE: dict[type, Callable[[str], Any]] = {
 }  # fmt: skip
 #: What is made for each annotation of a container.
 _CONTAINERS: Any = {Sequence: list, Mapping: dict} | {kind: kind for kind in (list, tuple, set, frozenset, dict)}
-_UNIONS = (typing.Union, types.UnionType)
+_UNIONS = (Union, types.UnionType)
 _IN_WORDS: dict[Any, str] = {
     bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "None", Any: "anything",
     timedelta: "seconds or a timedelta", Path: "a path", Callable: "a callable", set: "a set", frozenset: "a set",
@@ -344,7 +335,7 @@ def options_key(plugin: Any) -> str:
     return f" {json.dumps(changed, sort_keys=True)}" if changed else ""
 
 
-# --- Lists and mappings -----------------------------------------------------------------------------------------------
+# --- Lists ------------------------------------------------------------------------------------------------------------
 
 
 def is_list(value: Any) -> bool:
@@ -355,32 +346,6 @@ def is_list(value: Any) -> bool:
 def as_list(value: Any) -> list[Any]:
     """Return the items of a list, or anything else as the only item."""
     return list(value) if is_list(value) else [value]
-
-
-def items_of(value: Any, caller: str) -> dict[str, Any]:
-    """Return what a mapping, a namespace or a dataclass holds, by name.
-
-    Args:
-        caller: the function that was given `value`, for messages.
-
-    Raises:
-        ConfigError: `value` is something else, or has keys that are not text.
-    """
-    if isinstance(value, Mapping):
-        items = dict(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        items = dict(vars(value))
-    elif attrs.has(type(value)):
-        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
-    else:
-        expected = "a mapping, a namespace or a dataclass"
-        names = "names of arguments, " * (caller == "save_hyperparameters")
-        raise ConfigError(f"{caller} was given {shown(value)}", expected=names + expected)
-    if odd := next((name for name in items if not isinstance(name, str)), None):
-        raise ConfigError(f"{caller} was given a mapping with the key {shown(odd)}", expected="names")
-    return items
 
 
 # --- Secrets ----------------------------------------------------------------------------------------------------------

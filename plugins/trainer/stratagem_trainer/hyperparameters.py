@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import inspect
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
-from stratagem.api.options import items_of
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 
 
@@ -83,6 +86,31 @@ class HyperparametersMixin:
         """What `save_hyperparameters` remembered: a dictionary, its items attributes as well."""
         hparams: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
         return hparams
+
+
+def items_of(value: Any, caller: str) -> dict[str, Any]:
+    """Return what a mapping, a namespace or a dataclass holds, by name.
+
+    Args:
+        caller: the function that was given `value`, for messages.
+
+    Raises:
+        ConfigError: `value` is something else, or has keys that are not text.
+    """
+    if isinstance(value, Mapping):
+        items = dict(value)
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        items = dict(vars(value))
+    elif dataclasses.is_dataclass(type(value)) or attrs.has(type(value)):
+        fields: Any = dataclasses.fields if dataclasses.is_dataclass(value) else attrs.fields
+        items = {each.name: getattr(value, each.name) for each in fields(type(value))}
+    else:
+        expected = "a mapping, a namespace or a dataclass"
+        names = "names of arguments, " * (caller == "save_hyperparameters")
+        raise ConfigError(f"{caller} was given {shown(value)}", expected=names + expected)
+    if odd := next((name for name in items if not isinstance(name, str)), None):
+        raise ConfigError(f"{caller} was given a mapping with the key {shown(odd)}", expected="names")
+    return items
 
 
 def logged_hyperparameters(owner: HyperparametersMixin) -> dict[str, Any]:

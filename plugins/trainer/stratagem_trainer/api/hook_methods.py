@@ -138,8 +138,8 @@ def _callable_by_hand(hook: str, method: Any) -> Callable[..., Any]:
 
 
 def _by_hand(logger: Any, hook: str, own: list[str], method: Callable[..., Any], given: dict[str, Any]) -> Any:
-    from stratagem.api.options import items_of
     from stratagem.api.readback import as_numbers
+    from stratagem_trainer.hyperparameters import items_of
 
     run = given.get("run") or (_RUNS[logger]() if logger in _RUNS else None)
     if run is None:
