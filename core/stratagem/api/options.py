@@ -6,8 +6,8 @@ environment is parsed by the option's type. In code, a value may be any Python o
 
 from __future__ import annotations
 
-import collections.abc
 import enum
+import functools
 import inspect
 import json
 import math
@@ -15,21 +15,16 @@ import os
 import re
 import sys
 import types
-import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 
 from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError, nearest, shown
-
-if TYPE_CHECKING:
-    import cattrs
 
 T = TypeVar("T")
 
@@ -37,12 +32,8 @@ T = TypeVar("T")
 #: settings and of the arguments by name, which return those to change.
 changes: list[Callable[[type, Mapping[str, Any]], Mapping[str, Any]]] = []
 
-#: The largest int64, which is torch's largest integer.
-_LARGEST = 2**63 - 1
-_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
-
-# --- Building a class --------------------------------------------------------------------------------------------
+# --- Building a class -------------------------------------------------------------------------------------------------
 
 
 def structure(cls: type[T], values: Mapping[str, Any], path: str, *, text: bool = False) -> T:
@@ -60,19 +51,16 @@ def structure(cls: type[T], values: Mapping[str, Any], path: str, *, text: bool 
 
 def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, text: bool = False) -> dict[str, Any]:
     """Return `values` with each one converted to the type of its field on `cls`, keyed like ``__init__``."""
-    fields = options(cls)
-    for key in values:
-        if key not in fields:
-            raise _unknown(cls, key, path)
     hints = option_types(cls)
+    if unknown := [key for key in values if key not in hints]:
+        raise _unknown(cls, unknown[0], path)
     return {key: convert(value, hints[key], _join(path, key), text=text) for key, value in values.items()}
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """Return `cls` called with converted `values`; errors of its validators become ConfigErrors with the path."""
-    for name, option in options(cls).items():
-        if option.default is attrs.NOTHING and name not in values:
-            raise _lacks(cls, name, path)
+    if missing := _missing(cls, values):
+        raise _lacks(cls, missing[0], path)
     try:
         return cls(**values)
     except ConfigError as error:
@@ -82,26 +70,20 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         found = _join(path, error.found.removeprefix(prefix))
         raise ConfigError(found, expected=error.expected, do=error.do) from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the options of {path} were refused ({error})", do="change the option that it names"
-        ) from error
+        found = f"the options of {path} were refused ({error})"
+        raise ConfigError(found, do="change the option that it names") from error
 
 
 def explain_call(cls: type[Any], values: tuple[Any, ...], given: Mapping[str, Any]) -> ConfigError | None:
     """Return the error for calling attrs class `cls` with `values` and options `given`; None if the call is valid."""
     known = options(cls)
-    try:
-        every = inspect.signature(cls.__init__).parameters
-        parameters = {name: each for name, each in every.items() if each.kind is not each.VAR_KEYWORD}
-    except (TypeError, ValueError):
-        return None
-    if not attrs.has(cls) or set(parameters) != {"self", *known}:
+    parameters = [*inspect.signature(cls.__init__).parameters.values()][1:]
+    if {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} != {*known}:
         return None  # its author wrote the constructor
-    if unknown := next((name for name in given if name not in known), None):
-        return _unknown(cls, unknown, cls.__name__)
-    missing = [name for name, option in known.items() if option.default is attrs.NOTHING and name not in given]
-    positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
-    if values and not positional:
+    if unknown := [name for name in given if name not in known]:
+        return _unknown(cls, unknown[0], cls.__name__)
+    missing = _missing(cls, given)
+    if values and all(each.kind is not each.POSITIONAL_OR_KEYWORD for each in parameters):
         name = next(iter([*missing, *known]), "")
         return ConfigError(
             f"{cls.__name__} was given {shown(values[0])} without a name",
@@ -113,11 +95,12 @@ def explain_call(cls: type[Any], values: tuple[Any, ...], given: Mapping[str, An
 
 def _unknown(cls: type[Any], key: object, path: str) -> ConfigError:
     known = options(cls)
-    return ConfigError(
-        f"option {_join(path, key)} is unknown",
-        expected=f"one of {', '.join(sorted(known))}" if known else "no options: it has none",
-        do=nearest(str(key), known),
-    )
+    expected = f"one of {', '.join(sorted(known))}" if known else "no options: it has none"
+    return ConfigError(f"option {_join(path, key)} is unknown", expected=expected, do=nearest(str(key), known))
+
+
+def _missing(cls: type[Any], given: Mapping[str, Any]) -> list[str]:
+    return [name for name, option in options(cls).items() if option.default is attrs.NOTHING and name not in given]
 
 
 def _lacks(cls: type[Any], name: str, path: str) -> ConfigError:
@@ -187,14 +170,13 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-# --- Converting a value ------------------------------------------------------------------------------------------
+# --- Converting a value -----------------------------------------------------------------------------------------------
 
 
 def convert(value: Any, annotation: Any, path: str, *, text: bool = False) -> Any:
     """Return `value` as `annotation`, or raise a ConfigError that quotes `path` and `value`."""
     try:
-        _check_size(value)
-        return (_from_text if text else _from_code)().structure(value, annotation)
+        return _conversion(text)(_sized(value), annotation)
     except ConfigError as error:
         if error.found.startswith(path):
             raise
@@ -212,150 +194,103 @@ def _expected(value: Any, annotation: Any) -> str:
     return describe(annotation).replace("a number", "a finite number" if infinite else "a number")
 
 
-def _check_size(value: Any) -> None:
-    """Refuse integers that do not fit into 64 bits, also inside containers."""
+def _sized(value: Any) -> Any:
+    """Return `value`; refuse integers that do not fit into 64 bits, also inside containers."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         for each in [*value, *(value.values() if isinstance(value, dict) else ())]:
-            _check_size(each)
-    elif isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+            _sized(each)
+    elif isinstance(value, int) and value.bit_length() > 63:
         raise ConfigError(f"an integer of {value.bit_length()} bits", expected="integers of at most 63 bits")
+    return value
 
 
 def describe(annotation: Any) -> str:
     """Return a type in words, for messages: ``a number or None``, ``'min' or 'max'``."""
-    if annotation is Any:
-        return "anything"
-    if get_origin(annotation) is Literal:
-        return " or ".join(repr(choice) for choice in get_args(annotation))
-    if _is_union(annotation):
-        return " or ".join(describe(member) for member in get_args(annotation))
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return " or ".join(repr(member.value) for member in annotation)
-    plain = get_origin(annotation) or annotation
-    names = {
-        bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "None",
-        timedelta: "seconds or a timedelta", Path: "a path", collections.abc.Callable: "a callable",
-        list: "a list", tuple: "a list", dict: "a mapping", collections.abc.Mapping: "a mapping",
-        collections.abc.Sequence: "a list", set: "a set", frozenset: "a set",
-    }  # fmt: skip
-    return names.get(plain, f"a {getattr(plain, '__name__', plain)}")
+    kind = get_origin(annotation) or annotation
+    if kind in (Literal, *_UNIONS):
+        return " or ".join(map(repr if kind is Literal else describe, get_args(annotation)))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return " or ".join(repr(member.value) for member in kind)
+    return _IN_WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
 
 
-@cache
-def _from_code() -> cattrs.Converter:
-    converter = _passthrough_converter()
-    converter.register_structure_hook(bool, _exactly(bool))
-    converter.register_structure_hook(int, _exactly(int))
-    converter.register_structure_hook(float, _number)
-    converter.register_structure_hook(type(None), _exactly(type(None)))
-    converter.register_structure_hook(timedelta, lambda value, _: _seconds(value))
-    return converter
-
-
-@cache
-def _from_text() -> cattrs.Converter:
-    converter = _passthrough_converter(parse=_parse_container)
-    converter.register_structure_hook(bool, lambda value, _: _parse_bool(value))
-    converter.register_structure_hook(int, lambda value, _: _parse_int(value))
-    converter.register_structure_hook(float, lambda value, _: _number(_parse_number(value), float))
-    converter.register_structure_hook(type(None), lambda value, _: _parse_none(value))
-    converter.register_structure_hook(timedelta, lambda value, _: _seconds(_parse_number(value)))
-    return converter
-
-
-def _path(value: Any) -> Path:
-    return as_path(value if hasattr(value, "fs") else _instance(value, (str, os.PathLike)))  # a UPath has one
-
-
-def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None = None) -> cattrs.Converter:
-    """Return a converter that checks containers, unions and instances of other classes, and does not coerce them.
-
-    `parse` turns text into a container before it is checked.
-    """
+@functools.cache
+def _conversion(text: bool) -> Callable[[Any, Any], Any]:
+    """Return what converts a value to a type. It coerces nothing: `text` is parsed as the type says, then checked."""
     import cattrs
 
-    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
-    converter.register_structure_hook(str, lambda value, _: _text(value))
-    converter.register_structure_hook(Path, lambda value, _: _path(value))
+    converter = cattrs.Converter(detailed_validation=False)
 
-    def container(accepts: tuple[type, ...], make: Callable[[Any], Any], value: Any, item: Any) -> Any:
-        checked = _instance(parse(value, accepts) if parse else value, accepts)
-        return make(checked if item is Any else [converter.structure(each, item) for each in checked])
-
-    def sequence(value: Any, annotation: Any) -> Any:
-        arguments = [argument for argument in get_args(annotation) if argument is not Ellipsis]
-        plain = get_origin(annotation) or annotation
-        if plain is tuple and len(arguments) > 1 and Ellipsis not in get_args(annotation):
-            values = _instance(parse(value, (list, tuple)) if parse else value, (list, tuple))
-            _require(len(values) == len(arguments))
-            return tuple(converter.structure(each, item) for each, item in zip(values, arguments, strict=True))
-        accepts, make = _SEQUENCES[plain]
-        return container(accepts, make, value, arguments[0] if arguments else Any)
-
-    def mapping(value: Any, annotation: Any) -> Any:
-        key_type, item_type = get_args(annotation) or (Any, Any)
-        checked = _instance(parse(value, (dict,)) if parse else value, (dict, collections.abc.Mapping))
-        return {converter.structure(k, key_type): converter.structure(v, item_type) for k, v in checked.items()}
+    def container(value: Any, annotation: Any) -> Any:
+        kind, items = get_origin(annotation) or annotation, get_args(annotation) or (Any,)
+        make = _CONTAINERS[kind]
+        accepts = {list: (list, tuple), tuple: (list, tuple), dict: Mapping}.get(make, (list, tuple, set, frozenset))
+        values = _instance(_parse_container(value, make) if text and isinstance(value, str) else value, accepts)
+        if make is dict:
+            values, items = values.items(), (tuple[items],)  # type: ignore[valid-type]
+        if kind is not tuple or len(items) < 2 or ... in items:
+            items = items[:1] * len(values)
+        return make(converter.structure(*each) for each in [*zip(values, items, strict=True)])  # refuses other lengths
 
     def union(value: Any, annotation: Any) -> Any:
-        members, refusal = get_args(annotation), None
+        refusal: Exception = TypeError(value)
         # Exact types first: True must not become 1 in `int | bool`, nor "2" text in `int | str`.
-        for member in sorted(members, key=lambda member: (member is str, type(value) is not member)):
+        for member in sorted(get_args(annotation), key=lambda member: (member is str, type(value) is not member)):
             try:
                 return converter.structure(value, member)
-            except ConfigError as error:  # more specific than "the type is wrong"
-                refusal = error
-            except Exception:  # noqa: BLE001, S112 - another member may fit
-                continue
-        raise refusal or TypeError(value)
+            except Exception as error:  # noqa: BLE001 - another member may fit
+                refusal = error if isinstance(error, ConfigError) else refusal  # which tells more
+        raise refusal
 
     def literal(value: Any, annotation: Any) -> Any:
         for choice in get_args(annotation):
-            same = type(choice) is type(value) and choice == value
             same_text = isinstance(value, str) and value.lower() == str(choice).lower()
-            if same or (same_text and (parse or isinstance(choice, str))):
+            if (type(choice) is type(value) and choice == value) or (same_text and (text or isinstance(choice, str))):
                 return choice
         raise ValueError(value)
 
-    def member(value: Any, annotation: type[enum.Enum]) -> enum.Enum:
-        if isinstance(value, annotation):
-            return value
-        for choice in annotation:
-            if isinstance(value, str) and value.lower() in (choice.name.lower(), str(choice.value).lower()):
-                return choice
-        return annotation(value)
-
-    def foreign(value: Any, annotation: Any) -> Any:
-        return _instance(value, get_origin(annotation) or annotation)
-
     hooks: list[tuple[Callable[[Any], bool], Callable[[Any, Any], Any]]] = [
-        (lambda t: isinstance(t, type) and t not in _PLAIN, foreign),
-        (lambda t: isinstance(t, type) and issubclass(t, enum.Enum), member),
-        (lambda t: (get_origin(t) or t) is type, foreign),
-        (lambda t: (get_origin(t) or t) in _SEQUENCES or get_origin(t) is tuple, sequence),
-        (lambda t: (get_origin(t) or t) in (dict, collections.abc.Mapping), mapping),
-        (lambda t: (get_origin(t) or t) is collections.abc.Callable, lambda value, _: _callable(value)),
+        (lambda t: t is not Any and (isinstance(t, type) or get_origin(t) in (type, Callable)), _instance),
+        (lambda t: isinstance(t, type) and issubclass(t, enum.Enum), _member),
+        (lambda t: (get_origin(t) or t) in _CONTAINERS, container),
         (lambda t: get_origin(t) is Literal, literal),
-        (_is_union, union),
-        (lambda t: t is Any, lambda value, _: value),
+        (lambda t: get_origin(t) in _UNIONS, union),
     ]
     for predicate, hook in hooks:  # cattrs tries the last registered first
         converter.register_structure_hook_func(predicate, hook)
-    return converter
+    converter.register_structure_hook(Path, _path)
+    for kind in _PARSE:
+        converter.register_structure_hook(kind, functools.partial(_plain, kind, text))
+    return converter.structure
 
 
-_PLAIN = (bool, int, float, str, type(None), timedelta, Path)
-_SEQUENCES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
-    list: ((list, tuple), list),
-    tuple: ((list, tuple), tuple),
-    collections.abc.Sequence: ((list, tuple), list),
-    set: ((set, frozenset, list, tuple), set),
-    frozenset: ((set, frozenset, list, tuple), frozenset),
-}
+def _plain(kind: type, text: bool, value: Any, _: Any = None) -> Any:
+    if text and isinstance(value, str):
+        value = _PARSE[kind](value)
+    if kind is timedelta:
+        return value if isinstance(value, timedelta) else timedelta(seconds=_plain(float, False, value))
+    if kind is float:
+        _require(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+        return float(value)
+    _require(type(value) is kind and not (kind is str and "\0" in str(value)))
+    return value
 
 
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (typing.Union, types.UnionType)
+def _path(value: Any, _: Any) -> Path:
+    return as_path(value if hasattr(value, "fs") else _instance(value, (str, os.PathLike)))  # a UPath has one
+
+
+def _member(value: Any, annotation: type[enum.Enum]) -> enum.Enum:
+    for choice in annotation:
+        words = (choice.name.lower(), str(choice.value).lower())
+        if isinstance(value, str) and not isinstance(value, annotation) and value.lower() in words:
+            return choice
+    return annotation(value)
+
+
+def _instance(value: Any, annotation: Any) -> Any:
+    _require(isinstance(value, get_origin(annotation) or annotation))
+    return value
 
 
 def _require(condition: bool) -> None:
@@ -363,73 +298,30 @@ def _require(condition: bool) -> None:
         raise TypeError
 
 
-def _instance(value: Any, accepts: Any) -> Any:
-    _require(isinstance(value, accepts))
-    return value
-
-
-def _exactly(kind: type) -> Callable[[Any, Any], Any]:
-    def hook(value: Any, _: Any) -> Any:
-        _require(type(value) is kind)
-        return value
-
-    return hook
-
-
-def _text(value: Any) -> str:
-    _require(type(value) is str and "\0" not in value)
-    return str(value)
-
-
-def _callable(value: Any) -> Any:
-    _require(callable(value))
-    return value
-
-
-def _number(value: Any, _: Any = float) -> float:
-    _require(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
-    return float(value)
-
-
-def _seconds(value: Any) -> timedelta:
-    if isinstance(value, timedelta):
-        return value
-    return timedelta(seconds=_number(value))
-
-
-def _parse_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    lowered = _instance(value, str).strip().lower()
-    _require(lowered in _TRUE | _FALSE)
-    return lowered in _TRUE
-
-
-def _parse_int(value: Any) -> int:
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
-        _check_size(int(value))
-        return int(value)
-    _require(type(value) is int)
-    return int(value)
-
-
-def _parse_number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
-
-
-def _parse_none(value: Any) -> None:
-    _require(value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")))
-
-
-def _parse_container(value: Any, accepts: tuple[type, ...]) -> Any:
+def _parse_container(text: str, make: Any) -> Any:
     """Parse JSON, or ``a,b,c`` for a list."""
-    if not isinstance(value, str):
-        return value
-    stripped = value.strip()
-    if stripped[:1] in "[{":
-        return json.loads(stripped)
-    _require(dict not in accepts)
-    return [part.strip() for part in stripped.split(",") if part.strip()]
+    if text.strip()[:1] in "[{":
+        return json.loads(text.strip())
+    _require(make is not dict)
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+_NAMED = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+#: How text is parsed; any exception refuses it.
+_PARSE: dict[type, Callable[[str], Any]] = {
+    bool: lambda text: _NAMED[text.strip().lower()],
+    int: lambda text: _sized(int(re.fullmatch(r"[+-]?\d+", text.strip()).group())),  # type: ignore[union-attr]
+    float: float, timedelta: float, str: lambda text: text,
+    type(None): lambda text: {"none": None, "null": None}[text.strip().lower()],
+}  # fmt: skip
+#: What is made for each annotation of a container.
+_CONTAINERS: Any = {Sequence: list, Mapping: dict} | {kind: kind for kind in (list, tuple, set, frozenset, dict)}
+_UNIONS = (Union, types.UnionType)
+_IN_WORDS: dict[Any, str] = {
+    bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "None", Any: "anything",
+    timedelta: "seconds or a timedelta", Path: "a path", Callable: "a callable", set: "a set", frozenset: "a set",
+    list: "a list", tuple: "a list", Sequence: "a list", dict: "a mapping", Mapping: "a mapping",
+}  # fmt: skip
 
 
 def options_key(plugin: Any) -> str:
@@ -437,14 +329,13 @@ def options_key(plugin: Any) -> str:
     changed = {}
     for name, option in options(type(plugin)).items():
         value = getattr(plugin, option.name, None)
-        if isinstance(value, Path):
-            value = str(value)
+        value = str(value) if isinstance(value, Path) else value
         if (value is None or isinstance(value, bool | int | float | str)) and value != option.default:
             changed[name] = redact(name, value)
     return f" {json.dumps(changed, sort_keys=True)}" if changed else ""
 
 
-# --- Lists and mappings -----------------------------------------------------------------------------------------------
+# --- Lists ------------------------------------------------------------------------------------------------------------
 
 
 def is_list(value: Any) -> bool:
@@ -462,10 +353,7 @@ def as_list(value: Any) -> list[Any]:
 
 REDACTED = "<redacted>"
 
-_SECRET_NAME = re.compile(
-    r"(?:^|[_\-.])(token|key|keys|apikey|secret|secrets|password|passwd|passphrase|credential|credentials|auth)(?:$|[_\-.])",
-    re.IGNORECASE,
-)
+_SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|apikey|keys?|secrets?|pass(word|wd|phrase)|credentials?|auth)($|[_.-])")
 _URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):([^/\s@]+)(?=@)")
 
 
@@ -479,8 +367,6 @@ def redact(name: str, value: Any) -> Any:
         return {key: redact(f"{name}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([redact(name, item) for item in value])
-    if not isinstance(value, str):
-        return value
-    if value and _SECRET_NAME.search(name):
-        return REDACTED
-    return _URL_PASSWORD.sub(rf"\1:{REDACTED}", value)
+    if isinstance(value, str):
+        return REDACTED if value and _SECRET_NAME.search(name) else _URL_PASSWORD.sub(rf"\1:{REDACTED}", value)
+    return value
