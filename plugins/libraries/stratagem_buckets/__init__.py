@@ -74,7 +74,10 @@ OUTCOMES: Final[PerRun[list[Outcome]]] = PerRun(list)
 
 @define(eq=False, repr=False, kw_only=True)
 class CommHook(Plugin):
-    """Averages gradient buckets. Must implement `reduce_bucket`. Several can be combined; the first is outermost."""
+    """Averages gradient buckets. Must implement `reduce_bucket`. Several can be combined; the first is outermost.
+
+    A subclass that wraps `backward` itself gets the answer by ``yield from super().backward(run)``, `wrap_model` alike.
+    """
 
     kind: ClassVar[str] = "comm_hook"
     identified_by_options: ClassVar[bool] = True
@@ -120,8 +123,9 @@ class CommHook(Plugin):
 
 def _raise_failure(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
-        if outcome.failure is not None:
-            raise outcome.failure
+        failure, outcome.failure = outcome.failure, None  # its traceback holds the run, which would stay
+        if failure is not None:
+            raise failure
 
 
 def _is_trained(module: nn.Module | None) -> bool:
