@@ -52,15 +52,17 @@ def structure(cls: type[T], values: Mapping[str, Any], path: str, *, text: bool 
 def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, text: bool = False) -> dict[str, Any]:
     """Return `values` with each one converted to the type of its field on `cls`, keyed like ``__init__``."""
     hints = option_types(cls)
-    if unknown := [key for key in values if key not in hints]:
-        raise _unknown(cls, unknown[0], path)
+    for key in values:
+        if key not in hints:
+            raise _unknown(cls, key, path)
     return {key: convert(value, hints[key], _join(path, key), text=text) for key, value in values.items()}
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """Return `cls` called with converted `values`; errors of its validators become ConfigErrors with the path."""
-    if missing := _missing(cls, values):
-        raise _lacks(cls, missing[0], path)
+    for name, option in options(cls).items():
+        if option.default is attrs.NOTHING and name not in values:
+            raise _lacks(cls, name, path)
     try:
         return cls(**values)
     except ConfigError as error:
@@ -82,7 +84,7 @@ def explain_call(cls: type[Any], values: tuple[Any, ...], given: Mapping[str, An
         return None  # its author wrote the constructor
     if unknown := [name for name in given if name not in known]:
         return _unknown(cls, unknown[0], cls.__name__)
-    missing = _missing(cls, given)
+    missing = [name for name, option in known.items() if option.default is attrs.NOTHING and name not in given]
     if values and all(each.kind is not each.POSITIONAL_OR_KEYWORD for each in parameters):
         name = next(iter([*missing, *known]), "")
         return ConfigError(
@@ -97,10 +99,6 @@ def _unknown(cls: type[Any], key: object, path: str) -> ConfigError:
     known = options(cls)
     expected = f"one of {', '.join(sorted(known))}" if known else "no options: it has none"
     return ConfigError(f"option {_join(path, key)} is unknown", expected=expected, do=nearest(str(key), known))
-
-
-def _missing(cls: type[Any], given: Mapping[str, Any]) -> list[str]:
-    return [name for name, option in options(cls).items() if option.default is attrs.NOTHING and name not in given]
 
 
 def _lacks(cls: type[Any], name: str, path: str) -> ConfigError:

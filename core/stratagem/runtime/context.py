@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     from stratagem.api.context import Materializer, RunContext
     from stratagem.runtime.handles import ModelHandle
     from stratagem.runtime.transfer import CopyStream
+
+
+def _of(path: str) -> Any:
+    """Return a property that is the attribute at `path` of a run."""
+    return property(attrgetter(path), doc=f"`{path}`: see `stratagem.api.context.RunContext`.")
 
 
 class Context:
@@ -100,7 +106,8 @@ class Context:
         self.handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
         #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
         self.whole_state = not self.checkpoint_format.takes_shards
-        self._whole_everywhere = False
+        #: Whether the state goes to another process rather than to a file, so that nothing may be left out of it.
+        self.hands_over = False
         #: True in a worker whose results are sent back to the launching process.
         self.is_worker = False
         #: How to move a batch, where the module that is trained or evaluated defines it.
@@ -120,12 +127,7 @@ class Context:
     @property
     def needs_values(self) -> bool:
         """Whether whole tensors of the state are used on this rank; elsewhere they may be on the meta device."""
-        return self.is_global_zero or self._whole_everywhere
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether the state goes to another process rather than to a file, so that nothing may be left out of it."""
-        return self._whole_everywhere
+        return self.is_global_zero or self.hands_over
 
     @property
     def owns_loop(self) -> bool:
@@ -165,12 +167,32 @@ class Context:
         if self.is_global_zero:
             print(*values, **options)
 
-    # --- What was chosen -----------------------------------------------------------------------------------------
+    # --- What the stack, the step and the saver have, as `RunContext` says ---------------------------------------
 
-    @property
-    def policy(self) -> PrecisionPolicy:
-        """The precision's policy."""
-        return self.stack.policy
+    policy: PrecisionPolicy = _of("stack.policy")
+    precision_absorbed: bool = _of("stack.precision_absorbed")
+    strategy: Strategy = _of("stack.strategy")
+    accelerator: Accelerator = _of("stack.accelerator.plugin")
+    backend: str = _of("stack.accelerator.plugin.backend")
+    environment: Environment = _of("stack.environment.plugin")
+    checkpoint_format: CheckpointFormat = _of("stack.checkpoint.plugin")
+    num_processes: int = _of("stack.num_processes")
+    num_nodes: int = _of("stack.num_nodes")
+    devices_given: bool = _of("stack.devices_given")
+    preload: Callable[[], None] = _of("stack.preload")
+
+    training_step: Callable[[Any, int], Any] = _of("step.training_step")
+    forward_backward: Callable[[Any, int, float], Any] = _of("step.forward_backward")
+    differentiate: Callable[[Tensor], None] = _of("step.differentiate")
+    step_one: Callable[..., bool] = _of("step.step_one")
+
+    save_in_background: Callable[..., None] = _of("saver.submit")
+    wait_for_saves: Callable[[], None] = _of("saver.wait")
+    after_save: Callable[[Callable[[], None]], None] = _of("saver.afterwards")
+    is_saving: bool = _of("saver.busy")
+    is_writing: bool = _of("saver.is_running")
+
+    # --- What was chosen -----------------------------------------------------------------------------------------
 
     @property
     def shards_parameters(self) -> bool:
@@ -182,49 +204,9 @@ class Context:
         every = (getattr(choice.plugin, "capabilities", Capabilities()) for choice in self.stack.active())
         return any(word in each.provides for each in every)
 
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return self.stack.num_processes
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes that have processes of this run."""
-        return self.stack.num_nodes
-
-    @property
-    def devices_given(self) -> bool:
-        """The user set `devices`, rather than leaving it to "auto"."""
-        return self.stack.devices_given
-
-    @property
-    def environment(self) -> Environment:
-        environment: Environment = self.stack.environment.plugin
-        return environment
-
-    @property
-    def checkpoint_format(self) -> CheckpointFormat:
-        checkpoint_format: CheckpointFormat = self.stack.checkpoint.plugin
-        return checkpoint_format
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that answers hooks: the innermost one."""
-        return self.stack.strategy
-
     def plugins_of(self, kind: str) -> list[Any]:
         """Return the plugins of `kind`, in the order in which they act."""
         return [choice.plugin for choice in self.stack.of(kind)]
-
-    @property
-    def accelerator(self) -> Accelerator:
-        accelerator: Accelerator = self.stack.accelerator.plugin
-        return accelerator
-
-    @property
-    def backend(self) -> str:
-        """The accelerator's torch.distributed backend."""
-        return self.accelerator.backend
 
     @property
     def timeouts(self) -> Timeouts:
@@ -237,11 +219,6 @@ class Context:
         if joined is not None:
             return joined
         return TorchCollectives.connect(world, self.device, backend=backend, timeouts=self.timeouts)
-
-    @property
-    def precision_absorbed(self) -> bool:
-        """Whether the strategy applies the precision's policy itself."""
-        return self.stack.precision_absorbed
 
     def name_of(self, plugin: Any) -> str:
         """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""
@@ -263,10 +240,6 @@ class Context:
     def explain(self) -> str:
         """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
         return str(registry.find("command", "explain").load().text(self.describe()))
-
-    def preload(self) -> None:
-        """Import the modules that plugins import lazily, before this process is forked."""
-        self.stack.preload()
 
     # --- Processes -----------------------------------------------------------------------------------------------
 
@@ -404,27 +377,11 @@ class Context:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
         self.step.backward(loss)
 
-    def differentiate(self, loss: Tensor) -> None:
-        """Call ``loss.backward()``, or the module's own `backward` if it defines one: for strategies' `backward`."""
-        self.step.differentiate(loss)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Call ``training_step`` of the wrapped model, with the arguments that it takes."""
-        return self.step.training_step(batch, batch_idx)
-
-    def forward_backward(self, batch: Any, batch_idx: int, divisor: float) -> Any:
-        """Run forward and backward of one batch as the loop does where no plugin answers ``forward_backward``."""
-        return self.step.forward_backward(batch, batch_idx, divisor)
-
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
     ) -> Any:
         """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value."""
         return self.step.clip_gradients(optimizer, max_norm, max_value)
-
-    def step_one(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
-        """Update the parameters of `optimizer` through the hook ``optimizer_step``; return whether they changed."""
-        return self.step.step_one(optimizer, closure)
 
     def count_skipped_step(self) -> None:
         """Report that an optimizer step which returned True turned out to have been skipped."""
@@ -439,28 +396,6 @@ class Context:
 
         return format_of(path, self.checkpoint_format)
 
-    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
-        """Call `write` with collectives of its own, in a thread if `background`. Collective.
-
-        Raises:
-            whatever `write` raises, if it runs now; whatever the save before this one raised.
-        """
-        self.saver.submit(write, background)
-
-    def wait_for_saves(self) -> None:
-        """Wait until no save is running; raise its error if it failed."""
-        self.saver.wait()
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is running, on any rank. All ranks get the same answer."""
-        return self.saver.busy
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a thread of this process writes a save now."""
-        return self.saver.is_running
-
     @property
     def batches_copied(self) -> int:
         """How many batches were copied to the device beside its computation."""
@@ -471,10 +406,6 @@ class Context:
         plugins = [choice.plugin for choice in self.stack.active() if isinstance(choice.plugin, Plugin)]
         return {title: path for plugin in plugins for title, path in plugin.written_files().items()}
 
-    def after_save(self, action: Callable[[], None]) -> None:
-        """Call `action` after the running save has succeeded, or now if none is running; never if the save fails."""
-        self.saver.afterwards(action)
-
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send `metrics` to all loggers. Called on rank 0."""
         if (log := self.hooks.implemented("log_metrics")) is not None:
@@ -483,12 +414,12 @@ class Context:
     @contextlib.contextmanager
     def making_whole(self) -> Iterator[None]:
         """Within: `model_state` and `optimizer_state` are whole on every rank, whatever the checkpoint format takes."""
-        before = self.whole_state, self._whole_everywhere
-        self.whole_state = self._whole_everywhere = True
+        before = self.whole_state, self.hands_over
+        self.whole_state = self.hands_over = True
         try:
             yield
         finally:
-            self.whole_state, self._whole_everywhere = before
+            self.whole_state, self.hands_over = before
 
     # --- To another process ---------------------------------------------------------------------------------------
 
