@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.api.activity import PHASE
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
 from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Plugin, Strategy
 from stratagem.api.named_state import logical_optimizer_state
@@ -402,7 +403,9 @@ class Context:
 
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
+        caller = self.activity[PHASE]
         self.step.backward(loss)
+        self.activity[PHASE] = caller
 
     def differentiate(self, loss: Tensor) -> None:
         """Call ``loss.backward()``, or the module's own `backward` if it defines one: for strategies' `backward`."""
