@@ -30,6 +30,7 @@ sys.meta_path.insert(0, Absent)
 TRIED = {
     "Trainer": "import stratagem as sg; sg.Trainer",
     "Run": "import stratagem as sg; sg.Run(strategy='ddp', devices=2)",
+    "comm hook": "import stratagem as sg; sg.Run(comm_hook='int8')",
     "class": "from stratagem.strategies import DDPStrategy",
     "command": "from stratagem.cli import main; sys.exit(main(['fit', 'run.yaml']))",
 }
@@ -55,4 +56,9 @@ def test_a_single_package_is_named_too_and_one_that_the_distribution_lacks_alone
     assert said(trainer, *parts).endswith(
         "run `pip install stratagem`; for this alone, run `pip install stratagem-callbacks`."
     )
+    assert said("import stratagem as sg; sg.Trainer(comm_hook='int8')", "stratagem-trainer").endswith(
+        "kind 'comm_hook' is not installed; run `pip install stratagem`; for this alone, run `pip install "
+        "stratagem-libraries`."
+    )
+    assert "comm_hook" not in said("import stratagem as sg; sg.Run(comm_hook=None, accelerator='tpu')")
     assert said(tpu).endswith("is not installed; run `pip install stratagem-xla`.")

@@ -14,6 +14,7 @@ import stratagem as sg
 from stratagem.api.peer_errors import is_echo
 from stratagem.errors import PeerError
 from stratagem_evidence import EVIDENCE_VARIABLE, read_all
+from stratagem_evidence.ring import read_ring
 from stratagem_peer_diagnosis import PeerDiagnosis
 from stratagem_peer_diagnosis.failure_reports import FailureReports
 from stratagem_testing import run_in_processes
@@ -161,6 +162,45 @@ def test_evidence_tells_the_phase_also_between_and_after_calls_of_the_trainer(tm
             "setup for test": "setup", "test_step": "test", "test": "code after training",
             "setup for predict": "setup", "predict_step": "predict", "predict": "code after training",
         }  # fmt: skip
+
+
+def _see_own_loop(rank, world_size, folder):
+    os.environ[EVIDENCE_VARIABLE] = str(folder)
+    run, seen = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu"), []
+    model = torch.nn.Linear(2, 1)
+    model, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.ones(1, 2)).sum()
+    loss.register_hook(lambda _: seen.append(read_ring(folder / f"{rank}.ring").phase.name))
+    run.backward(loss)
+    return [*seen, read_ring(folder / f"{rank}.ring").phase.name]
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_is_in_backward_no_longer_than_that(tmp_path):
+    assert run_in_processes(_see_own_loop, 2, tmp_path, limit_s=180) == [["backward", "setup"]] * 2
+
+
+def _train_in_turns(rank, world_size, folder):
+    os.environ[EVIDENCE_VARIABLE] = str(folder)
+    loader, seen = torch.utils.data.DataLoader(torch.ones(4, 2)), []
+    shared = PeerDiagnosis()
+    first, second = (
+        sg.Trainer(
+            strategy="ddp", devices=world_size, max_epochs=1, enable_model_summary=False, callbacks=[shared], **QUIET
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    first.validate(_Phases(folder), loader)
+    for trainer in (second, first):
+        module = _Phases(folder)
+        trainer.fit(module, loader)
+        seen.append(module.seen["training_step"])
+    return seen
+
+
+@pytest.mark.slow
+def test_two_trainers_with_the_same_instance_train_in_turns(tmp_path):
+    assert run_in_processes(_train_in_turns, 2, tmp_path, limit_s=180) == [["training_step"] * 2] * 2
 
 
 class _OneStore:

@@ -14,8 +14,7 @@ from attrs import define, field, fields, frozen
 from stratagem.api.options import as_list, build, changes, convert_options, option_types, options_in
 from stratagem.api.paths import is_remote
 from stratagem.api.validators import at_least
-from stratagem.discovery import registry
-from stratagem.discovery.catalog import moved_names
+from stratagem.discovery import catalog, registry
 from stratagem.distributed.uncaught_errors import end_with_sentence
 from stratagem.errors import ConfigError, nearest
 
@@ -147,7 +146,7 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
     """
     types = option_types(cls)
     kept = {each.name for each in fields(cls) if each.default is None or type(None) in get_args(types.get(each.name))}
-    given = {name: value for name, value in code.items() if value is not None or name in kept or name not in types}
+    given = {name: value for name, value in code.items() if value is not None or name in {*kept, *added_arguments(cls)}}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     options: dict[str, dict[str, PluginOption]] = {}
@@ -190,11 +189,13 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
     if name in added_arguments(cls):
         return value
     if name not in known:
+        if name in catalog.providers("kind"):
+            registry.find("kind", name)  # raises an error that says what to install
         if layer.origin == "code":
             return convert_options(cls, {name: value}, "")  # raises an error that lists the known names
         raise ConfigError(
             f"{layer.origin} sets {name!r}, which is not an argument", expected="an argument of the Trainer",
-            do=moved_names("arguments").get(name) or nearest(name, known) or "see --help",
+            do=catalog.moved_names("arguments").get(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
     try:
         return convert_options(cls, {name: value}, "", text=layer.text)[name]
@@ -263,7 +264,7 @@ def remember_arguments(settings: type[RunSettings]) -> Callable[[C], C]:
             others = {name: arguments.pop(name) for name in [*arguments] if name not in known}
             added = added_arguments(settings) if others else []
             for name in [name for name in others if name not in added]:
-                instead = moved_names("arguments").get(name)
+                instead = catalog.moved_names("arguments").get(name)
                 if others.pop(name) is not None or not instead:  # None asks for nothing
                     raise ConfigError(
                         f"{owner} has no argument {name!r}", expected="one of its arguments",

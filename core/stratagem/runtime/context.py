@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stratagem.api.activity import PHASE
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
 from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Plugin, Strategy
 from stratagem.api.named_state import logical_optimizer_state
@@ -375,7 +376,9 @@ class Context:
 
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
+        caller = self.activity[PHASE]
         self.step.backward(loss)
+        self.activity[PHASE] = caller
 
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None

@@ -95,7 +95,7 @@ class Ring:
             self._map = mmap.mmap(ring, _SIZE)
         finally:
             os.close(ring)
-        #: Optimizer steps, batch, phase and since when, to be stored into; until `close`.
+        #: Optimizer steps, batch, phase and since when, to be stored into. Runs may do so after `close`.
         self.activity = memoryview(self._map)[_PHASE_AT : _PHASE_AT + _PHASE.size].cast("d")
         self._words = memoryview(self._map).cast("Q")
         self._counts = itertools.count()
@@ -139,9 +139,6 @@ class Ring:
         return self._map[_END_AT] > 0
 
     def close(self) -> None:
-        self._words.release()
-        self.activity.release()
-        self._map.close()
         os.close(self._sites_file)
 
 

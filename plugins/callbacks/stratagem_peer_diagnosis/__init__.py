@@ -94,7 +94,9 @@ class PeerDiagnosis(Callback):
             self.recorder.mark(end)
 
     @hookimpl
-    def setup(self) -> None:
+    def setup(self, run: RunContext) -> None:
+        if self.recorder is not None:
+            run.activity = self.recorder.activity  # another trainer with this callback may have connected since
         self._enter(SETUP)
         self._mark("")
 
