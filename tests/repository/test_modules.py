@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: Lines of code and modules of the engine (`make weight`). These numbers may only sink: move or merge something first.
-ENGINE = (8_237, 108)
+ENGINE = (8_236, 108)
 
 
 def sources() -> list[Path]:
