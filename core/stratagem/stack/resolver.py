@@ -275,10 +275,9 @@ def _added(chooser: Chooser, settings: Any, strategy: Choice) -> list[Choice]:
 
 def _check_not_chosen(kind: Kind, choices: list[Choice], strategy: Choice) -> None:
     if choices:
+        names, others = [choice.name for choice in choices], f"{kind.name.replace('_', ' ')}s"
         raise ConfigError(
-            f"{kind.argument} is {[choice.name for choice in choices]} and {strategy} has "
-            f"{kind.name.replace('_', ' ')}s of its own",
-            expected="one of the two",
+            f"{kind.argument} is {names} and {strategy} has {others} of its own", expected="one of the two"
         )
 
 

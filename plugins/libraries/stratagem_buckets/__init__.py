@@ -99,6 +99,7 @@ class CommHook(Plugin):
 
     @hookimpl(wrapper=True)
     def wrap_model(self, run: RunContext) -> Generator[None, nn.Module, nn.Module]:
+        """Forget what became of the buckets of an earlier model."""
         OUTCOMES.of(run).clear()
         return (yield)
 

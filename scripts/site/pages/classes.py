@@ -115,7 +115,7 @@ def _class_at(root: Path, path: str) -> griffe.Object:
 def _package(root: Path, name: str) -> griffe.Object:
     """Return a package, read without an import."""
     found = griffe.load(
-        name, search_paths=[str(root / "core"), str(root / "plugins" / "trainer")],
+        name, search_paths=[str(root / folder) for folder in ("core", "plugins/trainer", "plugins/libraries")],
         extensions=griffe.load_extensions(Comments()), submodules=True,
     )  # fmt: skip
     assert isinstance(found, griffe.Object)
