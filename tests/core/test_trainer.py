@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -841,3 +843,10 @@ def test_a_root_that_is_a_file_is_refused_at_once(tmp_path, below):
     (tmp_path / "a_file").touch()
     with pytest.raises(ConfigError, match=r"default_root_dir is .*a_file.* \(code\), and .*a_file is a file"):
         sg.Trainer(default_root_dir=tmp_path / "a_file" / below, accelerator="cpu")
+
+
+def test_a_copy_of_a_trainer_trains_as_well():
+    trainer = copy.deepcopy(sg.Trainer(max_steps=2, enable_model_summary=False, **QUIET))
+    trainer.fit(Net(), DataLoader(TensorDataset(*data()), batch_size=16))
+
+    assert trainer.global_step == 2

@@ -79,7 +79,6 @@ class Context:
         self.manual = False
         self.sync_gradients = True
         self.gradient_scale = 1.0
-        self.activity: list[float] | memoryview[float] = [0.0] * 4
         self._enter()
 
     def _enter(self) -> None:
@@ -99,6 +98,7 @@ class Context:
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
+        self.activity: list[float] | memoryview[float] = [0.0] * 4
         #: Copies batches to the device while it computes, on devices that can.
         self.copy_stream: CopyStream | None = None
         #: Restores torch's switches.
