@@ -183,7 +183,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
     if layer.text and (name in registry.arguments() or name in ("plugins", "profiler", "checks")):
         return parse_choice(value)
     try:
-        return convert_options(cls, {name: value}, "", text=layer.text)[name]
+        return convert_options(cls, {name: value}, "", [name] * layer.text)[name]
     except ConfigError as error:
         if layer.origin == "code":
             raise
