@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -46,16 +46,20 @@ def structure(cls: type[T], values: Mapping[str, Any], path: str, *, text: bool 
     Raises:
         ConfigError: a key that `cls` does not have, a value of the wrong type, or one that a validator refuses.
     """
-    return build(cls, convert_options(cls, values, path, text=text), path)
+    return build(cls, convert_options(cls, values, path, texts=values if text else ()), path)
 
 
-def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, text: bool = False) -> dict[str, Any]:
-    """Return `values` with each one converted to the type of its field on `cls`, keyed like ``__init__``."""
+def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, texts: Container[str] = ()) -> dict[str, Any]:
+    """Return `values` with each one converted to the type of its field on `cls`, keyed like ``__init__``.
+
+    Args:
+        texts: the names of those that are text from a command line or an environment variable.
+    """
     hints = option_types(cls)
     for key in values:
         if key not in hints:
             raise _unknown(cls, key, path)
-    return {key: convert(value, hints[key], _join(path, key), text=text) for key, value in values.items()}
+    return {key: convert(value, hints[key], _join(path, key), text=key in texts) for key, value in values.items()}
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:

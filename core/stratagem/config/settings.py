@@ -198,7 +198,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
             do=catalog.moved_names("arguments").get(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
     try:
-        return convert_options(cls, {name: value}, "", text=layer.text)[name]
+        return convert_options(cls, {name: value}, "", [name] * layer.text)[name]
     except ConfigError as error:
         if layer.origin == "code":
             raise

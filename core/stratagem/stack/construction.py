@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NoReturn
 
-import attrs
-
 from stratagem.api.kinds import Environment
-from stratagem.api.options import build, convert_options
+from stratagem.api.options import build, convert_options, options
 from stratagem.discovery import catalog, registry
 from stratagem.errors import PluginError, StratagemError
 from stratagem.stack.plugins import Choice
 
 
-def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] = (), path: str = "") -> Any:
+def make(entry: registry.Entry, values: Mapping[str, Any], texts: Container[str] = (), path: str = "") -> Any:
     """Load the plugin of `entry` and build it with the options in `values`, parsing those named in `texts`.
 
     Args:
@@ -28,7 +26,7 @@ def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] 
         )
     path = path or f"{kind.argument}.{entry.name}"
     if isinstance(target, type):
-        plugin: Any = build(target, _convert(target, values, path, texts) if values else {}, path)
+        plugin: Any = build(target, convert_options(target, values, path, texts) if values else {}, path)
         return plugin if isinstance(plugin, kind.base) else _refuse(plugin, entry, kind.base)
     try:
         preset = target()
@@ -40,15 +38,9 @@ def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] 
         _refuse(preset, entry, kind.base)
     if not values:
         return preset
-    converted = _convert(type(preset), values, path, texts)
-    current = {name: getattr(preset, option.name) for name, option in options_of(preset).items()}
+    converted = convert_options(type(preset), values, path, texts)
+    current = {name: getattr(preset, option.name) for name, option in options(type(preset)).items()}
     return build(type(preset), current | converted, path)
-
-
-def _convert(cls: type[Any], values: Mapping[str, Any], path: str, texts: Iterable[str]) -> dict[str, Any]:
-    from_text = {option: values[option] for option in values if option in set(texts)}
-    others = {option: value for option, value in values.items() if option not in from_text}
-    return convert_options(cls, others, path) | convert_options(cls, from_text, path, text=True)
 
 
 def _refuse(plugin: Any, entry: registry.Entry, base: type[Any]) -> NoReturn:
@@ -57,12 +49,6 @@ def _refuse(plugin: Any, entry: registry.Entry, base: type[Any]) -> NoReturn:
         expected=f"a stratagem.{base.__name__}",
         do="its author should declare it in the entry-point group of its kind",
     )
-
-
-def options_of(plugin: Any) -> Mapping[str, attrs.Attribute[Any]]:
-    from stratagem.api.options import options
-
-    return options(type(plugin))
 
 
 # --- Defaults ---------------------------------------------------------------------------------------------------------

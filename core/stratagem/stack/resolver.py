@@ -15,6 +15,7 @@ import attrs
 from stratagem.api.kinds import Kind, Plugin
 from stratagem.api.notebook import in_notebook
 from stratagem.api.options import as_list, check, is_list, options_in
+from stratagem.api.options import options as options_of
 from stratagem.config.devices import devices_of_processes, parse_devices
 from stratagem.config.settings import PluginOption
 from stratagem.discovery import catalog, registry
@@ -26,7 +27,7 @@ from stratagem.stack.checks import (
     check_order,
     needs_of,
 )
-from stratagem.stack.construction import by_name, default, default_strategy, make, options_of
+from stratagem.stack.construction import by_name, default, default_strategy, make
 from stratagem.stack.detection import detect_accelerator, detect_environment
 from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem.stack.plugins import Choice, Stack
@@ -147,7 +148,7 @@ class Chooser:
         name, entry = _entry_of(kind, type(plugin))
         changed = {
             name: "code"
-            for name, option in options_of(plugin).items()
+            for name, option in options_of(type(plugin)).items()
             if not _is_default(option, getattr(plugin, option.name, None))
         }
         return Choice(kind=kind, name=name, plugin=plugin, reason="given as an instance", entry=entry, origins=changed)
