@@ -61,7 +61,7 @@ class OneBitConformance(CommHookConformance):
 
 
 class NoopConformance(CommHookConformance):
-    """It averages nothing, on purpose."""
+    """It averages nothing, on purpose; a checkpoint has the weights of rank 0, and those of others differ."""
 
     test_averages_over_the_ranks: Any = None
     test_does_not_wait: Any = None
@@ -69,3 +69,4 @@ class NoopConformance(CommHookConformance):
     test_trains: Any = None
     test_trains_with_accumulation_and_clipping: Any = None
     test_stacks_over_and_under_another_hook: Any = None
+    test_resumes_as_if_never_stopped: Any = None
