@@ -122,8 +122,7 @@ class Step:
 
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
-        activity = self._run.activity
-        activity[SINCE], activity[PHASE] = time.time(), BACKWARD
+        self._run.activity[SINCE], self._run.activity[PHASE] = time.time(), BACKWARD
         if self.before_backward is not None:
             self.before_backward(loss=loss)
         if self._hooks.scale_loss is not None:
