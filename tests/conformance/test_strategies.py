@@ -23,11 +23,17 @@ class TestDDPFindUnused(StrategyConformance):
     world_sizes = (2,)
 
 
+@pytest.mark.when_changed(
+    "plugins/ddp_sharded/",
+    "plugins/libraries/",
+    "plugins/testing/",
+    guard="tests/conformance/test_strategies.py::TestDDP",
+)
 class TestDDPSharded(StrategyConformance):
     plugin = "ddp_sharded"
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDDPShardedOnOtherSizes(StrategyConformance):
     plugin = "ddp_sharded"
     world_sizes = (3, 4)
@@ -75,36 +81,36 @@ class TestFSDPOnOtherSizes(StrategyConformance):
     world_sizes = (1, 3, 4)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDeepSpeedWithoutZeRO(StrategyConformance):
     plugin = {"name": "deepspeed", "stage": 0}  # noqa: RUF012
     world_sizes = (2,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDeepSpeedStage1(StrategyConformance):
     plugin = "deepspeed_stage_1"
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDeepSpeedStage2(StrategyConformance):
     plugin = "deepspeed_stage_2"
     world_sizes = (2,)
 
 
-@pytest.mark.when_changed("plugins/deepspeed/", guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.when_changed("plugins/deepspeed/", guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDeepSpeedStage3(StrategyConformance):
     plugin = "deepspeed_stage_3"
     world_sizes = (2,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDeepSpeedStage3Alone(StrategyConformance):
     plugin = "deepspeed_stage_3"
     world_sizes = (1,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDeepSpeedOffload(StrategyConformance):
     plugin = "deepspeed_stage_3_offload"
     world_sizes = (2, 3)

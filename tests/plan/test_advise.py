@@ -84,15 +84,13 @@ def planned(script, **changes):
 # --- Other settings and batches -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.when_changed(
-    "plugins/plan/", guard="tests/plan/test_advise.py::test_advice_is_what_fits_and_the_rest_is_told_by_how_much"
-)
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         "ddp",
-        pytest.param("fsdp", marks=pytest.mark.sweep(guard="tests/plan/test_advise.py::test_advice_is_what_fits_and_the_rest_is_told_by_how_much")),
+        pytest.param("fsdp", marks=pytest.mark.sweep(guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")),
     ],
 )  # fmt: skip
 def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
@@ -103,9 +101,7 @@ def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
         assert parts[key] == whole[key]
 
 
-@pytest.mark.when_changed(
-    "plugins/plan/", guard="tests/plan/test_advise.py::test_the_advised_batch_fits_and_the_next_does_not"
-)
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path):
     fsdp = "train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})"
@@ -193,6 +189,7 @@ def advice(tmp_path_factory):
     return tree, said, folder
 
 
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 @pytest.mark.slow
 @ADVISED
 def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
@@ -209,6 +206,7 @@ def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
     assert "ddp for 33,583,112 parameters: does not fit here" in said
 
 
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 @pytest.mark.slow
 @ADVISED
 def test_advice_has_a_page_and_pictures(advice):
@@ -222,6 +220,7 @@ def test_advice_has_a_page_and_pictures(advice):
     assert all(line in page for line in lost)
 
 
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 @pytest.mark.slow
 @ADVISED
 def test_the_advised_batch_fits_and_the_next_does_not(advice):
@@ -242,6 +241,7 @@ def test_the_advised_batch_fits_and_the_next_does_not(advice):
     assert peaks[0] <= MEMORY < peaks[1]
 
 
+@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 @pytest.mark.slow
 @ADVISED
 def test_the_code_to_paste_trains(advice):
@@ -262,7 +262,7 @@ def test_the_code_to_paste_trains(advice):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(guard="tests/plan/test_advise.py::test_advice_is_what_fits_and_the_rest_is_told_by_how_much")
+@pytest.mark.sweep(guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
 def test_a_loop_of_ones_own_keeps_its_batches(tmp_path):
     loop = """
 def main(run):

@@ -85,7 +85,9 @@ def _direct(caller: Any, given: dict[str, Any]) -> Callable[..., None] | None:
     if any(each.wrapper or each.hookwrapper for each in found):
         return functools.partial(caller, **given)
     calls = [_bound(each.function, each.argnames, given) for each in found]
-    if len(calls) == 1 and {*calls[0][1]} == {*caller.spec.argnames} - given.keys():
+    # A wrapper may call its arguments otherwise.
+    own = set(calls[0][1]) & set(getattr(found[0].function, "__code__", _direct.__code__).co_varnames)
+    if len(calls) == 1 and own == {*caller.spec.argnames} - given.keys():
         return calls[0][0]
 
     def call_all(**arguments: Any) -> None:

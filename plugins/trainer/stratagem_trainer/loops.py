@@ -271,9 +271,8 @@ class TrainLoop:
             self.step.uneven = self.step.uneven.see(batch)
         batch = run.hooks.transfer_batch(batch=batch, run=run)
         state.stage_metrics.batch = batch
-        activity = run.activity
-        activity[STEP], activity[BATCH], activity[SINCE] = self.position.global_step, batch_idx, time.time()
-        activity[PHASE] = TRAINING_STEP
+        run.activity[STEP], run.activity[BATCH], run.activity[SINCE] = self.position.global_step, batch_idx, time.time()
+        run.activity[PHASE] = TRAINING_STEP
         if self.batch_start is not None:
             answer = self.batch_start(batch=batch, batch_idx=batch_idx)
             if answer is not None and self.module_may_skip:
@@ -294,7 +293,7 @@ class TrainLoop:
             state.published.update(state.stage_metrics.callback_values())
         if closes and self.step_schedulers:
             self._step_schedulers()  # one may step by what the batch has logged
-        activity[SINCE], activity[PHASE] = time.time(), NEXT_BATCH
+        run.activity[SINCE], run.activity[PHASE] = time.time(), NEXT_BATCH
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         if state.stage_metrics.metrics:
