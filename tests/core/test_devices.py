@@ -123,6 +123,10 @@ def three_gpus(monkeypatch, tmp_path):
     return see
 
 
+@pytest.mark.when_changed(
+    "plugins/trainer/stratagem_trainer/usable_devices.py",
+    guard="tests/core/test_devices.py::test_a_process_that_dies_while_it_tries_is_told",
+)
 def test_devices_are_tried_in_another_process(three_gpus):
     """A tensor on each leaves memory on each, for as long as the process lives."""
     three_gpus("if device == 'cuda:1': raise RuntimeError('CUDA-capable device(s) is/are busy or unavailable')")
