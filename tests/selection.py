@@ -42,8 +42,8 @@ def leave_to_test_all(items: list[pytest.Item], base: str | None) -> None:
 
 def packages_of(item: pytest.Item) -> list[str]:
     """Return the folders of which one must have changed before `make test` runs `item`; none for most."""
-    markers = [each for each in item.iter_markers("when_changed") if not each.kwargs.get("cases")]
-    markers += [each for each in item.iter_markers("when_changed") if _names(item) & set(each.kwargs.get("cases", ()))]
+    names = _names(item)
+    markers = [each for each in item.iter_markers("when_changed") if names & {*each.kwargs.get("cases", names)}]
     return [folder for marker in markers for folder in marker.args]
 
 

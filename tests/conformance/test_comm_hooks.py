@@ -7,6 +7,10 @@ import pytest
 from stratagem_comm_hooks import conformance
 from stratagem_testing import CommHookConformance
 
+WHERE_IT_CHANGED = pytest.mark.when_changed(
+    "plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks"
+)
+
 
 class TestAllReduce(conformance.ExactConformance):
     plugin = "allreduce"
@@ -16,7 +20,7 @@ class TestFP16Compress(conformance.FP16Conformance):
     plugin = "fp16_compress"
 
 
-@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
+@WHERE_IT_CHANGED
 class TestBF16Compress(CommHookConformance):
     plugin = "bf16_compress"
 
@@ -35,7 +39,7 @@ class TestPowerSGDFromTheFirstStep(CommHookConformance):
     training_tolerance = 2e-1
 
 
-@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
+@WHERE_IT_CHANGED
 class TestBatchedPowerSGD(conformance.BatchedPowerSGDConformance): ...
 
 
@@ -50,10 +54,10 @@ class TestInt8WithoutFeedback(CommHookConformance):
     training_tolerance = 2e-2
 
 
-@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
+@WHERE_IT_CHANGED
 class TestTopK(conformance.TopKConformance): ...
 
 
-@pytest.mark.when_changed("plugins/comm_hooks/", "plugins/testing/", reason="the other hooks pass the same checks")
+@WHERE_IT_CHANGED
 class TestOneBit(conformance.OneBitConformance):
     """How far many steps take a weight is another test."""

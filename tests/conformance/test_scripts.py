@@ -14,6 +14,7 @@ import stratagem
 from programs import scripts
 from programs.terminal import Terminal
 
+WHERE_IT_CHANGED = pytest.mark.when_changed("tests/programs/", reason="it tests how tests run programs")
 PROGRAM = """
 import atexit, multiprocessing, os, signal, sys, threading
 
@@ -58,7 +59,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.when_changed("tests/programs/", reason="it tests how tests run programs")
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -109,7 +110,7 @@ def test_an_interpreter_of_its_own_where_start_up_may_differ():
     assert _modules(python, pass_fds=[2]) == "False"
 
 
-@pytest.mark.when_changed("tests/programs/", reason="it tests how tests run programs")
+@WHERE_IT_CHANGED
 def test_folders_of_pythonpath_are_searched_as_by_an_interpreter(tmp_path):
     for name in ("one", "other", "work", "hiding"):
         (tmp_path / name).mkdir()
@@ -185,7 +186,7 @@ def test_the_program_of_an_entry_point_runs_in_a_fork():
         assert process.is_fork
 
 
-@pytest.mark.when_changed("tests/programs/", reason="it tests how tests run programs")
+@WHERE_IT_CHANGED
 def test_what_a_script_starts_is_its_child_and_a_fork_too(tmp_path):
     (tmp_path / "child.py").write_text("import os, sys; print(os.getppid(), sys.argv[1:], 'torch' in sys.modules)\n")
     code = """if True:

@@ -19,6 +19,13 @@ from stratagem_testing import (
     LoggerConformance,
 )
 
+WHERE_FORMATS_CHANGED = pytest.mark.when_changed(
+    "plugins/checkpoints/", "plugins/testing/", reason="others of its kind pass the same checks"
+)
+WHERE_CALLBACKS_CHANGED = pytest.mark.when_changed(
+    "plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks"
+)
+
 
 class TestLocal(EnvironmentConformance):
     plugin = "local"
@@ -81,17 +88,17 @@ class TestShardedCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "sharded", "async_save": True}
 
 
-@pytest.mark.when_changed("plugins/checkpoints/", "plugins/testing/", reason="others of its kind pass the same checks")
+@WHERE_FORMATS_CHANGED
 class TestFullCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "full", "async_save": True}
 
 
-@pytest.mark.when_changed("plugins/checkpoints/", "plugins/testing/", reason="others of its kind pass the same checks")
+@WHERE_FORMATS_CHANGED
 class TestSafetensorsCheckpoint(CheckpointConformance):
     plugin = "safetensors"
 
 
-@pytest.mark.when_changed("plugins/checkpoints/", "plugins/testing/", reason="others of its kind pass the same checks")
+@WHERE_FORMATS_CHANGED
 class TestDCPCheckpoint(CheckpointConformance):
     plugin = "dcp"
 
@@ -123,7 +130,7 @@ class TestGradientAccumulationScheduler(conformance.GradientAccumulationSchedule
 class TestLambda(conformance.LambdaConformance): ...
 
 
-@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
+@WHERE_CALLBACKS_CHANGED
 class TestTimer(conformance.TakesTime):
     plugin = "timer"
 
@@ -143,7 +150,7 @@ class TestModelSummary(CallbackConformance):
 class TestOptimizerInBackward(conformance.OptimizerInBackwardConformance): ...
 
 
-@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
+@WHERE_CALLBACKS_CHANGED
 class TestOptimizerOffload(conformance.OptimizerOffloadConformance): ...
 
 
@@ -154,7 +161,7 @@ class TestHints(CallbackConformance):
 class TestEMA(conformance.EMAConformance): ...
 
 
-@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
+@WHERE_CALLBACKS_CHANGED
 class TestSpikeDetection(CallbackConformance):
     plugin = "spike_detection"
 
@@ -174,7 +181,7 @@ class TestPreemption(CallbackConformance):
     plugin = "preemption"
 
 
-@pytest.mark.when_changed("plugins/callbacks/", "plugins/testing/", reason="others of its kind pass the same checks")
+@WHERE_CALLBACKS_CHANGED
 class TestReport(conformance.TakesTime):
     plugin = {"name": "report", "path": f"{tempfile.mkdtemp()}/report.html"}  # noqa: RUF012
 

@@ -23,6 +23,9 @@ from stratagem_plan.search import Planned, front, with_syncs
 from stratagem_plan.variants import Variant, peak_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
+WHERE_IT_CHANGED = pytest.mark.when_changed(
+    "plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned"
+)
 SCRIPTS = Path(__file__).with_name("advice")
 SCRIPT = """
 import collections, torch, stratagem as sg
@@ -84,7 +87,7 @@ def planned(script, **changes):
 # --- Other settings and batches -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
@@ -101,7 +104,7 @@ def test_a_step_of_many_batches_is_planned_from_three(tmp_path, strategy):
         assert parts[key] == whole[key]
 
 
-@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path):
     fsdp = "train(strategy={'name': 'fsdp', 'auto_wrap_policy': 'blocks'})"
@@ -189,7 +192,7 @@ def advice(tmp_path_factory):
     return tree, said, folder
 
 
-@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @ADVISED
 def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
@@ -206,7 +209,7 @@ def test_advice_is_what_fits_and_the_rest_is_told_by_how_much(advice):
     assert "ddp for 33,583,112 parameters: does not fit here" in said
 
 
-@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @ADVISED
 def test_advice_has_a_page_and_pictures(advice):
@@ -220,7 +223,7 @@ def test_advice_has_a_page_and_pictures(advice):
     assert all(line in page for line in lost)
 
 
-@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @ADVISED
 def test_the_advised_batch_fits_and_the_next_does_not(advice):
@@ -241,7 +244,7 @@ def test_the_advised_batch_fits_and_the_next_does_not(advice):
     assert peaks[0] <= MEMORY < peaks[1]
 
 
-@pytest.mark.when_changed("plugins/plan/", guard="tests/plan/test_plan.py::test_scripts_of_many_kinds_are_planned")
+@WHERE_IT_CHANGED
 @pytest.mark.slow
 @ADVISED
 def test_the_code_to_paste_trains(advice):

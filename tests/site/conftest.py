@@ -12,13 +12,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+#: Of what is built, nothing else changes a line.
+WHERE_IT_CHANGED = pytest.mark.when_changed(
+    "docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too"
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Keep these tests together."""
+    """Keep these tests together; those that build the site run where its sources changed."""
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.xdist_group("site"))
+            if {"built", "build_site"} & {*item.fixturenames}:
+                item.add_marker(WHERE_IT_CHANGED)
 
 
 def build(folder: Path, configuration: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:

@@ -91,7 +91,6 @@ def test_no_page_is_wider_than_a_phone(page, address, built):
     assert found == {}
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.every_push("390")
 @pytest.mark.parametrize("width", [1400, 390])
 def test_pages_fit_and_what_is_wider_scrolls_in_its_own_box(page, address, report, width):
@@ -106,7 +105,6 @@ def test_pages_fit_and_what_is_wider_scrolls_in_its_own_box(page, address, repor
             assert cut_parts(page, ".md-typeset__scrollwrap, .scroll") == [], name
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.every_push("375-dark-0-60")
 @pytest.mark.parametrize(("scheme", "least", "most"), [("light", 200, 255), ("dark", 0, 60)])
 @pytest.mark.parametrize("width", [375, 1280])
@@ -120,7 +118,6 @@ def test_pages_have_the_colors_that_the_reader_prefers(page, address, scheme, le
         assert wide_parts(page) == [], name
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 def test_colors_can_be_switched(page, address):
     page.show(1280, 800, "light")
     page.open(f"{address}/index.html")
@@ -133,7 +130,6 @@ def test_colors_can_be_switched(page, address):
     assert brightness(page) < 60 < before
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.parametrize(
     ("words", "target"),
     [
@@ -162,7 +158,6 @@ def test_search_finds_a_word(page, address, words, target):
     assert any(re.fullmatch(f"{address}/{target}", link) for links in pages[:3] for link in links), pages[:3]
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 def test_nothing_is_requested_elsewhere_and_the_console_is_empty(page, address):
     """After all pages that the tests before opened; alone, after one."""
     page.open(f"{address}/tutorial.html")
@@ -171,7 +166,6 @@ def test_nothing_is_requested_elsewhere_and_the_console_is_empty(page, address):
     assert page.complaints == []
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 def test_a_request_elsewhere_and_a_message_are_noticed(need, tmp_path, address):
     """What the test before relies on."""
     need("chromium", package="chromium")

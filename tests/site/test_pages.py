@@ -131,7 +131,6 @@ def elements(text: str) -> Counter:
 # --- What is built -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_links_and_anchors_lead_somewhere(pages, built):
     broken = []
@@ -149,7 +148,6 @@ def test_links_and_anchors_lead_somewhere(pages, built):
     assert broken == []
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_pages_load_nothing_from_another_site(pages, built):
     elsewhere = [f"{name}: {address}" for name, page in pages.items() for address in page.loaded if "//" in address]
@@ -163,7 +161,6 @@ def test_pages_load_nothing_from_another_site(pages, built):
     assert styles == []
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_the_reference_has_every_argument_method_hook_and_command(pages):
     for owner, page in ((sg.Trainer, "trainer"), (sg.Run, "run")):
@@ -177,7 +174,6 @@ def test_the_reference_has_every_argument_method_hook_and_command(pages):
     assert commands - pages["reference/commands.html"].anchors == set()
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", registry.kinds())
 def test_the_reference_has_every_plugin_with_its_options(pages, kind):
@@ -209,7 +205,6 @@ WITHOUT_EXAMPLE = {
 }
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_examples_of_strategies_are_valid_and_set_what_they_are_for(built):
     for entry in registry.entries("strategy"):
@@ -232,14 +227,12 @@ def test_examples_of_strategies_are_valid_and_set_what_they_are_for(built):
         assert without == WITHOUT_EXAMPLE.get(entry.name, set()), entry.name
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 def test_strategies_are_listed_in_the_order_in_which_they_are_needed(built):
     names = re.findall(r'href="(\w+)\.html"><code>', (built / "reference/plugins/strategies/index.html").read_text())
 
     assert names[:4] == ["ddp", "fsdp", "parallel", "deepspeed"]
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_pages_link_to_the_repository_and_to_what_is_edited(pages):
     (address,) = re.findall(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -254,7 +247,6 @@ def test_pages_link_to_the_repository_and_to_what_is_edited(pages):
     assert edited["reference/plugins/strategies/ddp.html"] == ["plugins/ddp/stratagem_ddp/strategy.py"]
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_the_list_of_plugins_links_to_the_reference(pages):
     links = {link for link in pages["plugins.html"].links if link.startswith("reference/plugins/")}
@@ -265,7 +257,6 @@ def test_the_list_of_plugins_links_to_the_reference(pages):
         assert {entry.name for entry in registry.entries(kind)} - set(pages_of) == set()
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_signatures_and_messages_are_shown(built):
     module = re.sub("<[^>]+>", "", (built / "reference" / "module.html").read_text())
@@ -275,7 +266,6 @@ def test_signatures_and_messages_are_shown(built):
     assert re.search("has [^<]+ of its own</dt><dd>expected one of the two <code>ConfigError</code>", errors)
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_the_page_of_changes_has_every_item(built):
     page = html.unescape(re.sub("<[^>]+>", "", (built / "changelog.html").read_text()))
@@ -287,7 +277,6 @@ def test_the_page_of_changes_has_every_item(built):
     assert [item for item in items if item not in " ".join(page.split())] == []
 
 
-@pytest.mark.when_changed("docs/", "scripts/site/", "mkdocs.yml", reason="`make docs` builds the site, too")
 @pytest.mark.sweep(reason="`make docs` builds the site, too")
 @pytest.mark.slow
 def test_broken_links_anchors_and_pages_without_a_place_fail_the_build(build_site, tmp_path):

@@ -9,7 +9,6 @@ Compiled in place: modules, parameters and the names in a ``state_dict`` stay th
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import Generator, Iterable, Mapping
@@ -24,7 +23,7 @@ from torch import nn
 from stratagem.api import COMPILATION, Capabilities, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
 from stratagem_trainer.api import Callback
-from stratagem_trainer.uncompiled import compile_step
+from stratagem_trainer.uncompiled import step_compiler
 from stratagem_transforms.activation_checkpointing import RECOMPUTED, Selective
 from stratagem_transforms.compilation_errors import explained
 from stratagem_transforms.wrap_policy import check_policy, children_first, outermost, repeated, select
@@ -126,12 +125,12 @@ class Compile(Callback):
         if steps:
             if module.compiles_steps:
                 raise _compiled_twice(module.module)
-            module.compile_steps(functools.partial(compile_step, self.compiler()))
+            module.compile_steps(step_compiler(self.compiler()))
         model = yield
         parts: Iterable[Any] = model.modules()
         for part in parts:  # an earlier call's, where a sharded model is wrapped once
             if steps and part is not module and hasattr(part, "compile_steps"):
-                part.compile_steps(functools.partial(compile_step, self.compiler()))
+                part.compile_steps(step_compiler(self.compiler()))
         return model
 
     @hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,7 +20,7 @@ from stratagem_trainer.hyperparameters import (
 from stratagem_trainer.metric_log import log_metric, refuse_unknown_options
 from stratagem_trainer.metrics import LogOptions
 from stratagem_trainer.module_access import ModuleAccess
-from stratagem_trainer.uncompiled import compile_step
+from stratagem_trainer.uncompiled import step_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -315,7 +314,7 @@ def original(model: Any) -> Any:
     inner, compiler = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
     if not isinstance(inner, Module) or compiler is None:
         return model
-    inner.__dict__[COMPILER] = functools.partial(compile_step, compiler)
+    inner.__dict__[COMPILER] = step_compiler(compiler)
     return inner
 
 

@@ -21,14 +21,18 @@ def keep_uncompiled(owner: type, *names: str) -> None:
     _UNCOMPILED[owner] = names
 
 
-def compile_step(compiler: Callable[[Any], Any], step: Any) -> Any:
-    """Return what `compiler` makes of a step, without what `keep_uncompiled` named."""
-    while _UNCOMPILED:  # only here, since it imports torch's compiler, which takes seconds
-        owner, names = _UNCOMPILED.popitem()
-        for name in names:
-            found = inspect.getattr_static(owner, name)  # a base class may define it
-            if isinstance(found, property):
-                setattr(owner, name, property(torch.compiler.disable(found.fget), doc=found.__doc__))
-            else:
-                setattr(owner, name, torch.compiler.disable(found))
-    return compiler(step)
+def step_compiler(compiler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that compiles a step with `compiler`, without what `keep_uncompiled` named."""
+
+    def compiled(step: Any) -> Any:
+        while _UNCOMPILED:  # only here, since it imports torch's compiler, which takes seconds
+            owner, names = _UNCOMPILED.popitem()
+            for name in names:
+                found = inspect.getattr_static(owner, name)  # a base class may define it
+                if isinstance(found, property):
+                    setattr(owner, name, property(torch.compiler.disable(found.fget), doc=found.__doc__))
+                else:
+                    setattr(owner, name, torch.compiler.disable(found))
+        return compiler(step)
+
+    return compiled
