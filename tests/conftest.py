@@ -91,19 +91,27 @@ def pytest_runtest_makereport(item, call):
 def pytest_collection_finish(session):
     """Leave what was imported alone: each collection of garbage, and each fork, would go through all of it.
 
-    Where many tests follow, import and describe first what makes a trainer: each fork would do it again, in half of the
-    time that it takes.
+    Where many tests follow, train once first: each fork would import and prepare the same again, in a third of its time.
     """
     if len(session.items) > 200 and "stratagem_testing.training" in sys.modules:
-        from stratagem import Trainer
-        from stratagem.discovery import registry
-        from stratagem_testing.training import QUIET
-
-        for strategy in ("ddp", "fsdp", "ddp_sharded", "parallel"):
-            Trainer(**QUIET, strategy=strategy, launcher="fork")
-        registry.refresh()
+        _train_once()
     gc.collect()
     gc.freeze()
+
+
+def _train_once():
+    import stratagem_meeting  # noqa: F401
+    from stratagem import Trainer
+    from stratagem.discovery import registry
+    from stratagem.distributed.default_group import forget_meshes
+    from stratagem_testing.reference import Net, data
+    from stratagem_testing.training import QUIET
+
+    for strategy in ("ddp", "fsdp", "ddp_sharded", "parallel"):
+        Trainer(**QUIET, strategy=strategy, launcher="fork")
+    Trainer(**QUIET, accelerator="cpu", devices=1).fit(Net(), [data()])
+    forget_meshes()
+    registry.refresh()
 
 
 def pytest_runtest_setup(item):

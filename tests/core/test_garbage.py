@@ -99,6 +99,7 @@ def test_trainer_arguments_in_the_environment(argument, text):
         outcome(sg.Trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "ignore")))

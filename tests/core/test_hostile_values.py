@@ -154,6 +154,7 @@ LAUGHS = "\n".join(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

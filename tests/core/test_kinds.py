@@ -267,6 +267,7 @@ def test_one_object_twice_and_a_plugin_of_no_kind_are_refused():
         sg.Trainer(**QUIET, plugins=[type("Foo", (sg.Strategy,), {"kind": "referee"})()])
 
 
+@pytest.mark.slow
 def test_the_engine_runs_without_the_trainer_and_its_names_say_what_to_install():
     code = """
         import sys

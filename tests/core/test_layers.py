@@ -149,6 +149,7 @@ def test_explain_a_script(script):
     assert "RESULT" not in result.stdout
 
 
+@pytest.mark.slow
 def test_help_lists_the_options_of_the_chosen_plugins(script):
     result = run(script, "--help", "--strategy", "ddp")
 

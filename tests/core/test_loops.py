@@ -236,6 +236,7 @@ CALLBACKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callbacks", CALLBACKS, ids=str)
 def test_fit_keeps_the_modes_that_were_set(tmp_path, callbacks):
     """Over the sanity check, validation, a second fit, a test and a resumed fit."""

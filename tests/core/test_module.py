@@ -210,6 +210,7 @@ class Several(Net):
         self.log("r2", self.metric)
 
 
+@pytest.mark.slow
 @HEAVY
 def test_metric_objects_that_cannot_be_logged_are_told():
     with pytest.raises(ConfigError, match="MeanSquaredError that was only updated is logged on each step"):

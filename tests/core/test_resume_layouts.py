@@ -144,6 +144,7 @@ def check(seen, rest, told, at_least=SAMPLES):
     assert twice == (0 if said is None else twice if said[1] == "some" else int(said[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_sample_is_used_once_or_the_run_says_so(name, before, after):

@@ -42,6 +42,7 @@ def _talk(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "rounds"), [(2, 1), (5, 3)])
 @pytest.mark.every_push("5-3")
 def test_a_small_message_reaches_all_ranks_in_rounds(world_size, rounds):

@@ -397,6 +397,7 @@ def test_strategy_trains_with_two_optimizers_by_hand(strategy_on_two):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @ONE_PAIR
 def test_strategy_is_silent_inside_an_accumulation_window(strategy_on_two):
     parameters = len(list(net().parameters()))

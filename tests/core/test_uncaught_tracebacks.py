@@ -44,6 +44,7 @@ def printed(tmp_path, line="self.log('x', 'text')", options="", **variables):
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "frames", "message"),
     [
@@ -69,6 +70,7 @@ def test_an_error_of_another_kind_keeps_all_frames(tmp_path):
     assert error.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
+@pytest.mark.slow
 def test_torchruns_file_has_the_sentence_or_the_whole_traceback(tmp_path):
     file = tmp_path / "error.json"
     variables = {"TORCHELASTIC_ERROR_FILE": str(file)}

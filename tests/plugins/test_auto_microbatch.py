@@ -298,6 +298,7 @@ def _train(rank, world_size, make, options, trainer_options, batches):
     return weights_of(trainer), auto.count, module.sizes, trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_rank_recovers_alone_and_the_others_follow(place, strategy):
@@ -314,6 +315,7 @@ def test_a_rank_recovers_alone_and_the_others_follow(place, strategy):
     assert results[0][2].count(24) == 3  # rank 0 computes the batch as a whole with which rank 1 ran out of memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {"accumulate_grad_batches": 3}, {"strategy": {"name": "ddp", "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}},
     {"strategy": {"name": "ddp", "find_unused_parameters": True}, "gradient_clip_val": 0.5}, {"comm_hook": "allreduce"},

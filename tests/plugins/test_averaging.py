@@ -195,6 +195,7 @@ def _trained_in_two_fits(rank, world_size, strategy, folder):
     return straight, halves
 
 
+@pytest.mark.slow
 @pytest.mark.when_changed("plugins/fsdp/", cases=("fsdp-2",))
 @pytest.mark.when_changed(
     "plugins/callbacks/",

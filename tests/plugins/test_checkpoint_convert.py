@@ -152,6 +152,7 @@ def test_a_dcp_folder_without_metadata_of_its_storage_is_read(tmp_path):
     assert_same(read_any(tmp_path / "x"), {"state_dict": dict(model.state_dict())})
 
 
+@pytest.mark.slow
 def test_an_index_that_python_3_13_wrote_is_read(written, tmp_path):
     """It names the classes of pathlib by the module in which that version has them."""
     shutil.copytree(written / "dcp.dcp", tmp_path / "x")

@@ -263,6 +263,7 @@ def test_the_callback_keeps_its_checkpoints_at_a_url(tmp_path):
 # --- Mistakes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default_root_dir", "lock"])
 def test_some_places_are_on_this_machine(name):
     with pytest.raises(ConfigError, match=rf"{name} is 's3://b/x' \(code\); expected a path on this machine"):

@@ -473,6 +473,7 @@ def test_layers_of_torch_are_compiled_where_they_are_named():
     assert fit({"modules": {nn.Linear}})[2]
 
 
+@pytest.mark.slow
 def test_selective_activation_checkpointing_is_compiled_with_its_blocks():
     graphs, checkpointing = [], {"policy": {Block}, "mode": "selective"}
     module, batches = Deep(), joined_batches(3, 16)
@@ -502,6 +503,7 @@ def _no_backend(graph, example):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -570,6 +572,7 @@ class Watching(SingleDeviceStrategy):
         return compiled
 
 
+@pytest.mark.slow
 @pytest.mark.when_changed("plugins/callbacks/", cases=("inductor",))
 @pytest.mark.parametrize(
     "options", [{"backend": "aot_eager"}, {"options": {"max_autotune": False}}], ids=["", "inductor"]

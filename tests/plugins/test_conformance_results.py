@@ -43,6 +43,7 @@ def installed(tmp_path, monkeypatch):
     registry.refresh()
 
 
+@pytest.mark.slow
 def test_a_result_goes_into_the_readme_and_is_listed(installed, capsys):
     folder, install = installed
     assert main(["plugins", "list", "--kind", "accelerator"]) == 0

@@ -24,6 +24,7 @@ def test_what_cannot_be_done_is_an_error(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_what_is_missing(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
     monkeypatch.setenv("CXX", "/no/compiler")

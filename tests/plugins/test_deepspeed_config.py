@@ -90,6 +90,7 @@ def refusal(act, *arguments, **options):
 # --- The user's configuration ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guide", [CUSTOM, OFFLOADING])
 def test_what_the_guides_show_is_accepted_from_code_and_from_a_file(guide, tmp_path):
     path = tmp_path / "ds.json"

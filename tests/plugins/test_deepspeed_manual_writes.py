@@ -188,6 +188,7 @@ class OfGroups(sg.Callback):
         torch.nn.utils.clip_grad_value_([each for group in optimizer.param_groups for each in group["params"]], 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_changed_through_the_groups_of_the_optimizer_are_refused(stage):
     said = outcome(lambda: train(1, lambda: of_stage(stage), OfGroups(), Net))

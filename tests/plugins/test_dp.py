@@ -610,6 +610,7 @@ def _all_on_nodes(rank, size):
     }
 
 
+@pytest.mark.slow
 @SHARED
 @pytest.mark.parametrize("case", TRAINED)
 def test_two_nodes_train_what_the_joined_batch_does(case):

@@ -119,6 +119,7 @@ def test_a_metric_that_the_end_of_the_epoch_logs_too_late_names_the_option(tmp_p
         fit([callback], val_check_interval=0.5, default_root_dir=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, {"val_check_interval": 0.5}, {"check_val_every_n_epoch": 2}], ids=str)
 @pytest.mark.parametrize("average", [[], ["ema"]], ids=str)
 def test_a_run_resumed_from_the_end_of_an_epoch_equals_one_that_was_not_stopped(tmp_path, arguments, average):

@@ -482,6 +482,7 @@ def test_predict_says_that_it_returned_something(tmp_path, capsys):
     assert capsys.readouterr().out == "predict: returned the outputs of 2 batches\n"
 
 
+@pytest.mark.slow
 def test_predictions_are_written_by_each_rank(tmp_path):
     def predict(rank, world_size, folder, interval):
         writer = PredictionWriter(dirpath=folder, write_interval=interval)

@@ -115,6 +115,7 @@ def test_collectives_are_recorded_however_they_are_called(tmp_path):
     assert known[0].runs is False
 
 
+@pytest.mark.slow
 def test_a_recorder_that_nobody_stops_leaves_no_file_and_a_forked_child_does_not_delete_it(tmp_path):
     program = """
 import os, sys
@@ -134,6 +135,7 @@ print(len(os.listdir(sys.argv[1])))
     assert (done.stdout, folder.exists()) == ("3\n", False)
 
 
+@pytest.mark.slow
 def test_a_request_for_the_stack_of_a_process_that_has_stopped_recording_does_not_end_it(tmp_path):
     program = (
         "import os, sys; from pathlib import Path; from stratagem_evidence import Recorder; "
@@ -155,6 +157,7 @@ def test_a_program_that_ends_between_two_calls_of_the_trainer_is_over(tmp_path):
     assert not read_all(tmp_path)[0].is_over
 
 
+@pytest.mark.slow
 def test_a_faulthandler_of_somebody_else_stays_as_it_is(tmp_path):
     program = (
         "import faulthandler, sys; from pathlib import Path; from stratagem_evidence import Recorder; "
@@ -232,6 +235,7 @@ def small_group(tmp_path):
     pytest.skip("this container may not make control groups")
 
 
+@pytest.mark.slow
 def test_a_process_that_the_kernel_killed_for_lack_of_memory_is_told_apart(tmp_path, small_group):
     words = ["sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", EATING]
     done = subprocess.run([*words, str(tmp_path)], check=False)
@@ -466,6 +470,7 @@ def _program(tmp_path, text):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_ends_a_process_as_before_and_leaves_no_file(tmp_path):
     folder, process = _program(tmp_path, "print('ready', flush=True); time.sleep(100)")
     assert process.stdout.readline() == "ready\n"
@@ -476,6 +481,7 @@ def test_a_signal_to_all_ends_a_process_as_before_and_leaves_no_file(tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_ended_because_another_died_tells_of_that(tmp_path):
     dead = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
     dead.start()
@@ -497,6 +503,7 @@ def test_a_process_that_is_ended_because_another_died_tells_of_that(tmp_path):
     assert f"`stratagem postmortem {folder}` shows" in said
 
 
+@pytest.mark.slow
 def test_the_end_of_a_forked_child_does_not_reach_its_parent(tmp_path):
     _, process = _program(
         tmp_path,

@@ -247,6 +247,7 @@ def _fit_part(rank, world_size, strategy, value, checks):
     return outcome(lambda: fit(Bad(value), batches, strategy=strategy, devices=world_size, checks=checks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
@@ -278,6 +279,7 @@ def _fit_and_skip(rank, world_size, strategy):
     return weights_of(trainer), trainer.global_step, trainer.position.skipped_steps
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the loss of rank")
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
@@ -295,6 +297,7 @@ def test_a_step_is_skipped_on_all_ranks(strategy, world_size):
     assert max(norms) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -312,6 +315,7 @@ def test_sharded_gradients_are_refused():
         assert "finite.gradients is True and strategy 'fsdp' shards parameters" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["fork", "subprocess"])
 def test_a_launched_run_ends_with_the_same_sentence(tmp_path, launcher):
     script = tmp_path / "train.py"

@@ -927,6 +927,7 @@ def test_the_schema_takes_what_the_program_takes(capsys, validator):
     validator.validate(yaml.safe_load(page))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
     [
@@ -1054,6 +1055,7 @@ def offered_by_bash(scripts, tmp_path_factory):
     return answered(["bash", "-c"], scripts["bash"], questions, tmp_path_factory.mktemp("bash"))
 
 
+@pytest.mark.slow
 @SHELLS
 @pytest.mark.parametrize("case", range(len(BASH)), ids=[" ".join(words) for words, _ in BASH])
 def test_bash_completes(offered_by_bash, case):

@@ -237,6 +237,7 @@ def _rates_of_ranks(rank, world_size, strategy):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.when_changed(
     "plugins/callbacks/",
     cases=(
@@ -295,6 +296,7 @@ def small_batches(size):
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=size)
 
 
+@pytest.mark.slow
 @pytest.mark.when_changed("plugins/callbacks/", cases=("OneCycleLR",))
 @pytest.mark.parametrize("name", ["OneCycleLR", "LambdaLR"])
 def test_a_schedule_has_the_length_of_training_with_the_found_batch_size(tmp_path, name):

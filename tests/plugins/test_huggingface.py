@@ -181,6 +181,7 @@ def test_adapters_alone(adapters):
     assert relative_difference(again.state_dict(), model.state_dict()) == 0
 
 
+@pytest.mark.slow
 def test_adapters_on_another_base_are_refused(adapters):
     path = adapters[1]
     told = "holds only what was trained, and the frozen '.*' of this model has other values; expected the base model"

@@ -245,6 +245,7 @@ class BuildsItToo(sg.DataModule):
         return joined_batches(2, 16)
 
 
+@pytest.mark.slow
 def test_layers_that_setup_makes_in_a_fork_are_refused_before_training():
     said = "setup made 'more.bias', which the process that launched this one lacks .*__init__ or configure_model"
     for model, callbacks, data in (

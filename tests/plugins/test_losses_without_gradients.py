@@ -64,6 +64,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "options"), CASES, ids=str)
 def test_a_loss_that_reaches_nothing_is_refused(tmp_path, strategy, options):
     with pytest.raises(ConfigError, match="the loss of rank 1 reaches no trainable parameter, and .* multiplied by"):
@@ -75,6 +76,7 @@ def test_another_branch_on_one_rank_trains(tmp_path, strategy):
     assert fit(tmp_path, Skips("branch"), strategy) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "reached"), [(0, "graph"), (2, "leaf")])
 def test_deepspeed_refuses_it(tmp_path, stage, reached):
     pytest.importorskip("deepspeed")
@@ -82,6 +84,7 @@ def test_deepspeed_refuses_it(tmp_path, stage, reached):
         fit(tmp_path, Skips(reached), {"name": "deepspeed", "stage": stage})
 
 
+@pytest.mark.slow
 def test_the_last_stage_of_a_pipeline_refuses_it(tmp_path):
     strategy = {"name": "parallel", "pipeline": 2, "replicate": 2}
     with pytest.raises(ConfigError, match="the loss of rank [13] reaches no trainable parameter"):

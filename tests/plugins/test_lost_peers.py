@@ -353,6 +353,7 @@ class _FarFromTheLost(Collectives):
         return None
 
 
+@pytest.mark.slow
 def test_a_far_rank_is_named_by_ranks_that_look_at_few(monkeypatch):
     asked, connect, many = [], endpoints._begin_to_connect, 200
     monkeypatch.setattr(endpoints, "_begin_to_connect", lambda *place: asked.append(place) or connect(*place))

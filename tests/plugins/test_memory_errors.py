@@ -278,6 +278,7 @@ def _hold(rank, world_size, strategy):
     return callback.held
 
 
+@pytest.mark.slow
 def test_of_shards_a_rank_counts_its_own():
     held = run_in_processes(_hold, 2, "fsdp")
 

@@ -349,6 +349,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.when_changed(
     "plugins/callbacks/",
     "plugins/libraries/",
@@ -395,6 +396,7 @@ def _with_and_without(rank, world_size, options, optimizer):
     return *weights, module.most
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_resumes_with_and_without_it(tmp_path):
     for whole, resumed in run_in_processes(_resumed, 2, str(tmp_path / "begun.ckpt")):
         assert relative_difference(resumed, whole) == 0
@@ -414,6 +416,7 @@ class WithMuon(Matrices):
         super().__init__("Muon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "strategy", "found"), [
     (Net, "ddp", "strategy 'ddp', which provides 'gradient-buckets'"),
     (Net, "ddp_sharded", "strategy 'ddp_sharded', which provides 'gradient-buckets'"),

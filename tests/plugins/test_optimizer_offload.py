@@ -164,6 +164,7 @@ def test_what_cannot_be_offloaded_is_refused(make, options, found):
         fit(make(), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.when_changed(
     "plugins/callbacks/",
     cases=(

@@ -308,6 +308,7 @@ def _two_optimizers(rank, size):
         return weights, outcome(lambda: run.optimizer_step(optimizers[0]))
 
 
+@pytest.mark.slow
 def test_two_optimizers_are_one_step():
     for (whole, halves), said in run_in_processes(_two_optimizers, 2):
         assert relative_difference(whole, halves) == 0

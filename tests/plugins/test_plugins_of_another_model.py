@@ -146,6 +146,7 @@ def outcome(trainer, callback, names):
     return weights, {name: state[name] for name in names or state}, trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_trainer", [False, True], ids=["new trainer", "same trainer"])
 @pytest.mark.parametrize("case", list(CALLBACKS))
 def test_a_callback_begins_again_with_another_model(tmp_path, case, same_trainer):
@@ -236,12 +237,14 @@ def _folds(rank, world_size, strategy, launcher):
     return weights[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_folds_on_two_ranks(strategy):
     for found, right in run_in_processes(_folds, 2, strategy, None):
         torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_folds_in_launched_processes():
     average, weights = EMA(decay=0.9), []
     for seed in (1, 2):

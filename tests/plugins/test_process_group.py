@@ -350,6 +350,7 @@ def test_nccls_options_without_nccl_are_refused_on_all_ranks(strategy):
         assert after == {}
 
 
+@pytest.mark.slow
 @SHARED
 def test_a_run_beside_an_open_one_is_refused_and_may_come_after_it():
     for found in in_real_processes():

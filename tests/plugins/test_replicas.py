@@ -33,6 +33,7 @@ def _fit(rank, world_size, model, strategy, every):
     return outcome(lambda: trainer.fit(model(), part(joined_batches(6, 8), rank, world_size)))
 
 
+@pytest.mark.slow
 @pytest.mark.when_changed(
     "plugins/callbacks/",
     cases=("{'name': 'fsdp', 'sharding_strategy': 'HYBRID_SHARD', 'device_mesh': (2, 2)}-4-1", "ddp_sharded-2-0"),

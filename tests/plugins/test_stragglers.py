@@ -156,6 +156,7 @@ def test_ddp_tells_each_phase(model, world_size, slow_rank, phase):
     assert all(not said for said, *_ in others)  # rank 0 speaks for all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "phase", "compared"),
     [
@@ -178,6 +179,7 @@ def test_other_strategies_tell_some_phases(strategy, phase, compared):
     assert told_here == compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [TENSOR, *(pytest.param(each, marks=pytest.mark.sweep) for each in (UNITS, SMALL_BUCKETS, PIPELINE))],
     ids=str,
@@ -207,6 +209,7 @@ def _read_notes(rank, world_size):
     return said, model.notes
 
 
+@pytest.mark.slow
 def test_the_slow_rank_keeps_the_sentence_for_a_post_mortem():
     (said, notes), _ = run_in_processes(_read_notes, 2)
 
@@ -229,6 +232,7 @@ def _in_letters(text):
     return re.sub(r"[\d.,]*\d", "N", re.sub(r"\(host \S+\)", "(host H)", " ".join(text.split())))
 
 
+@pytest.mark.slow
 def test_the_message_of_the_page_is_that_of_a_run():
     section = (ROOT / "docs" / "postmortem.md").read_text().partition("## It is slow")[2].partition("\n## ")[0]
     (shown,) = re.findall(r"(?:^ {4}\S.*\n)+", re.sub(r"```.*?```", "", section, flags=re.DOTALL), re.MULTILINE)
@@ -237,6 +241,7 @@ def test_the_message_of_the_page_is_that_of_a_run():
     assert [_in_letters(each) for each in said] == [_in_letters(shown)]
 
 
+@pytest.mark.slow
 def test_loggers_and_the_report_have_the_figures(tmp_path):
     run_in_processes(_fit_with_report, 2, str(tmp_path))
 
@@ -254,6 +259,7 @@ def _fit_normalized(rank, world_size):
     return _fit(rank, world_size, Normalized, "ddp", 1, "training_step", sync_batchnorm=True, stragglers=HIGH)
 
 
+@pytest.mark.slow
 def test_a_forward_with_collectives_of_its_own_is_left_out():
     (said, compared, *_), _ = run_in_processes(_fit_normalized, 2)
 
@@ -265,6 +271,7 @@ def _fit_limited(rank, world_size):
     return _fit(rank, world_size, Slow, "ddp", 1, "next batch", max_time=timedelta(hours=1))
 
 
+@pytest.mark.slow
 def test_ranks_do_not_wait_for_flags_that_are_read_late():
     (said, compared, *_), _ = run_in_processes(_fit_limited, 2)
 
@@ -277,6 +284,7 @@ def _fit_with_jitter(rank, world_size):
     return _fit(rank, world_size, Slow, "ddp", None, None, wait, stragglers={"threshold": 5.0})
 
 
+@pytest.mark.slow
 def test_an_even_run_with_jitter_blames_nobody():
     (said, compared, bar, *_), *_ = run_in_processes(_fit_with_jitter, 3)
 
@@ -297,6 +305,7 @@ def _fit_once(rank, world_size):
     return _fit(rank, world_size, Once, "ddp", 1, "once", lambda: 0.05, stragglers={"threshold": 5.0})
 
 
+@pytest.mark.slow
 def test_a_single_slow_step_makes_no_straggler():
     (said, *_), *_ = run_in_processes(_fit_once, 2)
 

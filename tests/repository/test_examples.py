@@ -131,6 +131,7 @@ def test_the_file_says_what_the_script_says(module):
     assert vars(module.DigitsData(**told["data"]["init_args"])) == vars(module.DigitsData())
 
 
+@pytest.mark.slow
 def test_no_image_is_in_two_parts_and_every_process_makes_the_same_ones(module):
     parts = []
     for _ in range(2):

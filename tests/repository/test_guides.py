@@ -676,6 +676,7 @@ def _fitted_then_tested(rank, world_size):
     return model.was_meta, model.layer is layer, held(model) / size(model), len(torch.cat(predictions))
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_a_process_is_laid_out_in_configure_model(ranks):
     for was_meta, same, share, predictions in ranks(_fitted_then_tested):
         assert (was_meta, same, share, predictions) == (True, True, 1 / 2, 8)

@@ -17,6 +17,7 @@ def house(monkeypatch):
     return house
 
 
+@pytest.mark.slow
 def test_the_picture_is_that_of_the_code(house):
     assert house.PICTURE.read_text() == house.picture(), "run `python scripts/house.py`"
     assert "(pictures/house.svg)" in (ROOT / "docs" / "architecture.md").read_text()

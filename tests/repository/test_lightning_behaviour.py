@@ -26,6 +26,7 @@ def test_a_program_shows_each_name_that_the_page_calls_the_same():
     assert shown - {(title, name) for title, (same, others) in page.items() for name in (*same, *others)} == set()
 
 
+@pytest.mark.slow
 def test_a_program_uses_each_name_that_it_shows():
     called = {(PLACES[place], name) for place, name in calls_of_hooks()}
     used = {(section, name) for program, shown in lightning_programs.SHOWN.items() for section, name in shown

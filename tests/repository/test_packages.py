@@ -170,6 +170,7 @@ def provider(module: str, package: Package) -> str:
 installed = cache(packages_distributions)
 
 
+@pytest.mark.slow
 def test_every_distribution_declares_what_its_modules_import():
     wrong = {}
     for name, package in PACKAGES.items():
@@ -266,6 +267,7 @@ def urls(package: Package) -> dict[str, str]:
 # --- What is built -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "folder", ["core", "plugins/basics", "plugins/callbacks", "plugins/libraries", "plugins/tools"]
 )
@@ -282,6 +284,7 @@ def test_a_wheel_made_from_an_sdist_has_every_file(tmp_path, folder):
     assert files == set(listing.split()) - {"README.md", "pyproject.toml"}
 
 
+@pytest.mark.slow
 def test_stratagem_has_no_code(tmp_path):
     run_hook("build_sdist", ROOT, tmp_path)
     (archive,) = tmp_path.glob("*.tar.gz")

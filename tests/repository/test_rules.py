@@ -252,6 +252,7 @@ def test_every_distribution_requires_the_core_and_is_described():
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_plugins_import_no_other_plugin():
     """But libraries: they are there to be imported, and may bring plugins too."""
     packages = {entry.value.partition(":")[0].partition(".")[0] for entry in ENTRIES}
@@ -283,6 +284,7 @@ EXCEPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_plugins_import_only_what_the_core_publishes():
     wrong = []
     for _, path in sources_of_plugins():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PLACES = (
     "README.md",
@@ -71,6 +73,7 @@ NOT_OURS = "# a name that stays"
 NOT_YET: tuple[str, ...] = ()
 
 
+@pytest.mark.slow
 def test_forbidden_words_are_not_used():
     """One list of all of them: file, line, what was found and what to write instead."""
     patterns = {as_pattern(words): instead for words, instead in WORDS.items()}

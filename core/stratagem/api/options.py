@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import types
-import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +26,9 @@ from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError, nearest, shown
 
 T = TypeVar("T")
+
+#: `functools.cache`, with the types of what it wraps: mypy takes ``type[Any]`` for something that cannot be hashed.
+_cached: Callable[[T], T] = functools.cache  # type: ignore[assignment]
 
 #: What a program that runs a user's script sets in place of the script's arguments: functions of the class of the
 #: settings and of the arguments by name, which return those to change.
@@ -127,17 +129,11 @@ def check(instance: Any, path: str) -> None:
             setattr(instance, option.name, converted)
 
 
+@_cached
 def options(cls: type[Any]) -> Mapping[str, attrs.Attribute[Any]]:
     """Return the fields of `cls` that a user may set, by the name that ``__init__`` gives them."""
-    if (found := _OPTIONS.get(cls)) is None:
-        fields = attrs.fields(cls) if attrs.has(cls) else ()
-        found = _OPTIONS[cls] = {field.alias or field.name: field for field in fields if field.init}
-    return found
-
-
-#: Caches of `options` and `option_types`, which are called several times for each chosen plugin.
-_OPTIONS: weakref.WeakKeyDictionary[type[Any], Mapping[str, attrs.Attribute[Any]]] = weakref.WeakKeyDictionary()
-_TYPES: weakref.WeakKeyDictionary[type[Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
+    fields = attrs.fields(cls) if attrs.has(cls) else ()
+    return {field.alias or field.name: field for field in fields if field.init}
 
 
 def options_in(chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,11 +146,10 @@ def options_in(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {**beside, **inner}
 
 
+@_cached
 def option_types(cls: type[Any]) -> Mapping[str, Any]:
     """Return the type of each option of `cls`, as an object."""
-    if (found := _TYPES.get(cls)) is None:
-        found = _TYPES[cls] = {name: _resolve(cls, field) for name, field in options(cls).items()}
-    return found
+    return {name: _resolve(cls, field) for name, field in options(cls).items()}
 
 
 def _resolve(cls: type[Any], field: attrs.Attribute[Any]) -> Any:

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
@@ -109,23 +110,32 @@ def forget_meshes() -> None:
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator  # torch keeps it private
     propagator.propagate_op_sharding.cache_clear()
-    for owner, name in (
-        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
-        (sys.modules["torch.distributed.tensor._redistribute"], "clear_redistribute_planner_cache"),
-    ):
-        getattr(owner, name, bool)()  # older versions have no such cache
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.tensor"):
-            _clear_caches(module)
+    # Older versions lack the one or the other.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()
+    getattr(sys.modules["torch.distributed.tensor._redistribute"], "clear_redistribute_planner_cache", bool)()
+    for module in filter(None, map(sys.modules.get, _tensor_modules())):
+        for cache in _caches_of(module):
+            cache.cache_clear()
 
 
-def _clear_caches(module: Any) -> None:
-    """Clear the caches of functions of `module`, and of methods of its classes."""
-    for value in list(vars(module).values()):
-        owned = [getattr(value, name, None) for name in vars(value)] if isinstance(value, type) else [value]
-        for each in owned:
-            if isinstance(each, functools._lru_cache_wrapper):
-                each.cache_clear()
+@functools.cache
+def _tensor_modules() -> tuple[str, ...]:
+    """Return the names of the modules of torch.distributed.tensor, imported or not.
+
+    To look for them in `sys.modules` would touch the thousands of modules there, whose memory a forked process shares
+    with its parent until it touches it.
+    """
+    (folder,) = map(Path, sys.modules["torch.distributed.tensor"].__path__)
+    files = [file.relative_to(folder.parents[2]).with_suffix("") for file in folder.rglob("*.py")]
+    return tuple(".".join(file.parts).removesuffix(".__init__") for file in files)
+
+
+@functools.cache
+def _caches_of(module: Any) -> list[Any]:
+    """Return the caches of functions of `module`, and of methods of its classes."""
+    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+    values = [getattr(owner, name, None) for owner in owners for name in list(vars(owner))]
+    return [each for each in values if isinstance(each, functools._lru_cache_wrapper)]
 
 
 def not_joined(world: World, error: Exception) -> LaunchError:
