@@ -22,7 +22,7 @@ import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
 from stratagem.api.world import Timeouts, World
 from stratagem.distributed import default_group, interfaces, process_group
-from stratagem.distributed.backends import backends_in, with_gloo
+from stratagem.distributed.default_group import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError, LaunchError

@@ -346,11 +346,8 @@ class _FarFromTheLost(Collectives):
         self.world_size, self.store = world_size, KeyValueStore()
         self.store.append("reported", "".join(f"{rank} " for rank in range(1, world_size) if rank not in lost))
 
-    def key_value_store(self):
+    def key_value_store(self, shared=False):
         return self.store
-
-    def read_failure_report(self, limit_s=2.0):
-        return None
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 
 import stratagem as sg
 from stratagem.api.peer_errors import is_echo
+from stratagem.api.world import KeyValueStore
 from stratagem.errors import PeerError
 from stratagem_evidence import EVIDENCE_VARIABLE, read_all
 from stratagem_evidence.ring import read_ring
@@ -204,16 +205,21 @@ def test_two_trainers_with_the_same_instance_train_in_turns(tmp_path):
 
 
 class _OneStore:
-    """What ranks share: the first report stands."""
+    """What ranks share."""
 
     def __init__(self):
-        self.cause = None
+        self.store = KeyValueStore()
 
-    def report_failure(self, cause):
-        self.cause = self.cause or cause
+    def key_value_store(self, shared=False):
+        return self.store
 
-    def read_failure_report(self, limit_s):
-        return self.cause
+
+def test_the_first_report_stands():
+    reports = FailureReports(_OneStore())
+    reports.write("rank 1 failed")
+    reports.write("rank 2 failed")
+
+    assert reports.read(0.1).found == "rank 1 failed"
 
 
 def test_ranks_that_read_a_finding_tell_what_to_do_too(tmp_path):

@@ -8,8 +8,8 @@ import pickle
 import sys
 from pathlib import Path
 
+from stratagem.distributed.launched import report
 from stratagem.distributed.process_variables import process_variables
-from stratagem.distributed.reports import report
 from stratagem_horovod.address import with_address
 from stratagem_horovod.variables import RANK, number, read_place
 

@@ -15,9 +15,9 @@ import ray
 from attrs import frozen
 from ray import cloudpickle
 
+from stratagem.distributed.launched import report
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem.distributed.reports import report
 from stratagem.errors import ConfigError
 
 #: The variable that CUDA reads when it is initialized.
@@ -41,7 +41,7 @@ class Answer:
     rank: int
     #: The packed result, of rank 0 only.
     result: bytes | None = None
-    #: The error report of `stratagem.distributed.reports`.
+    #: The error report of `stratagem.distributed.launched`.
     failure: dict[str, Any] | None = None
 
 

@@ -295,29 +295,22 @@ class Collectives:
             ConfigError: some ranks did not call it within `limit_s` seconds.
         """
 
-    def report_failure(self, text: str) -> None:
-        """Tell the other ranks why this one is about to end; the first report is kept. Not collective.
+    def key_value_store(self, shared: bool = False) -> KeyValueStore:
+        """Return a store that ranks write and read at any time. Not collective.
 
-        The report stays available after this process ends if the launcher hosts the store, as the local launchers and
+        What is written stays after this process ends if the launcher hosts the store, as the local launchers and
         torchrun do.
+
+        Args:
+            shared: over the connection of these collectives, which may be waiting in another thread, rather than over
+                a separate one.
         """
-
-    def read_failure_report(self, limit_s: float = 2.0) -> str | None:
-        """Return the report of a rank that ended, if one arrives within `limit_s` seconds. Not collective."""
-        return None
-
-    def key_value_store(self) -> KeyValueStore:
-        """Return a store that ranks write and read at any time; with a separate connection, for use in a thread."""
         if self.world_size > 1:
             raise ConfigError(
                 f"{type(self).__name__} has no key_value_store()", expected="one, for ranks to agree on when to stop",
                 do="tell the strategy's author",
             )  # fmt: skip
         return KeyValueStore()
-
-    def with_own_connection(self) -> Collectives:
-        """Return the same collectives with a separate connection, for failure reports of another thread."""
-        return self
 
     def duplicate(self, purpose: str) -> Collectives:
         """Return collectives over another group of the same ranks, for CPU tensors; one group for each `purpose`.

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 
 from stratagem.api.late_flag import LateFlag
-from stratagem.api.world import Collectives
+from stratagem.api.world import Collectives, World
 from stratagem.errors import StratagemError
 
 #: The savers of this process.
@@ -156,3 +156,19 @@ def _finish(saver: weakref.ref[Saver]) -> None:
     except Exception as error:  # noqa: BLE001
         text = str(error).splitlines()[0] if str(error) else "no reason given"
         print(f"stratagem: the last save did not finish ({type(error).__name__}: {text})", file=sys.stderr)
+
+
+class SingleProcessRun:
+    """Stands in for a `RunContext` where a format reads or writes files without a run, in one process."""
+
+    rank, world_size, is_global_zero = 0, 1, True
+
+    def __init__(self) -> None:
+        self.world, self.collectives = World(), Collectives()
+        self._saver = Saver(self.collectives)
+
+    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
+        self._saver.submit(write, background)
+
+    def wait_for_saves(self) -> None:
+        self._saver.wait()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stratagem.api.world import Collectives
-from stratagem.distributed.uncaught_errors import is_users
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import FrameType, TracebackType
 
+
+#: Packages whose frames say nothing about where a user's program was.
+_NOT_THE_USERS = frozenset({"stratagem", "torch", "pluggy", "deepspeed", *sys.stdlib_module_names} - {"__main__"})
 
 #: Where the methods of `Collectives` are defined.
 _COLLECTIVES = ("stratagem.api.world", "stratagem.distributed.process_group")
@@ -47,3 +50,22 @@ def _call(frame: FrameType) -> str:
     if module == "torch.distributed.distributed_c10d" and not name.startswith("_") and name != "wrapper":
         return f"torch.distributed.{name}()"
     return _TORCH_CALLS.get(module, {}).get(name, "")
+
+
+def innermost_user_line(trace: TracebackType | None) -> str:
+    """Return the innermost line of `trace` in the user's own code, as ``function (file:line)``; "" if there is none."""
+    for frame, number in reversed(list(traceback.walk_tb(trace))):
+        if is_users(frame.f_globals):
+            return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{number})"
+    return ""
+
+
+def is_users(names: dict[str, Any]) -> bool:
+    """Whether a module with the global `names` is the user's."""
+    return package_of(names) not in _NOT_THE_USERS
+
+
+def package_of(names: dict[str, Any]) -> str:
+    """Return the outermost package of a module with the global `names`; "stratagem" for that of a plugin."""
+    package = str(names.get("__name__", "")).partition(".")[0]
+    return "stratagem" if package.startswith("stratagem_") else package

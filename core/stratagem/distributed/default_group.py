@@ -1,4 +1,4 @@
-"""The default process group of torch.distributed: its store, adopting an existing one, joining errors, leaving it."""
+"""The default process group of torch.distributed: its store and backends, adopting one, joining errors, leaving it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.distributed.backends import backends_in, backends_of, with_gloo
 from stratagem.distributed.interfaces import unset_variables
 from stratagem.errors import ConfigError, LaunchError
 
@@ -173,3 +172,34 @@ def check_adoptable(device: torch.device, backend: str, size: int) -> None:
             expected=f"a {backend} group of {size} or none",
             do="close the earlier run (trainer.close()) or give both the same devices and strategy",
         )
+
+
+# --- Backends: see [Note: two backends] in `process_group` -------------------------------------------------------
+
+
+def with_gloo(backend: str, device: torch.device) -> str:
+    """Return `backend`, a name or a list such as "cuda:nccl", with gloo for CPU tensors if it is a name for `device`
+    alone.
+    """
+    import torch.distributed as dist
+
+    if ":" in backend or device.type == "cpu" or "cpu" in dist.Backend.backend_capability.get(backend.lower(), ["cpu"]):
+        return backend
+    return f"cpu:gloo,{device.type}:{backend.lower()}"  # torch accepts any case, code that looks for "nccl" does not
+
+
+def backends_in(backend: str) -> dict[str, str]:
+    """Return which backend serves each type of device, given a name, or a list such as "cpu:gloo,cuda:nccl"."""
+    import torch.distributed as dist
+
+    if ":" in backend:
+        pairs = (pair.partition(":") for pair in backend.lower().split(","))
+        return {device: name for device, _, name in pairs}
+    return dict.fromkeys(dist.Backend.backend_capability.get(backend.lower(), ["cpu", "cuda"]), backend.lower())
+
+
+def backends_of(group: Any) -> dict[str, str]:
+    """Return which backend of the process group `group` serves each type of device."""
+    import torch.distributed as dist
+
+    return backends_in(dist.get_backend_config(group))

@@ -6,19 +6,26 @@ The launcher asks for both with the environment variables of `process_variables`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
+import json
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from stratagem.api.paths import replace_text
+from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
-from stratagem.distributed.reports import left, tell_launcher
-from stratagem.errors import LaunchError
+from stratagem.distributed.standard_streams import flush_files
+from stratagem.distributed.uncaught_errors import listen
+from stratagem.errors import LaunchError, StratagemError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -68,17 +75,50 @@ def report_to_launcher() -> None:
             do="start the program again, or use a strategy that forks: it starts new processes for every call",
         )
     folder = os.environ.get(REPORTS_VARIABLE)
-    if folder is None or os.environ.get(PARENT_VARIABLE) == str(os.getpid()) or sys.excepthook is _report_and_exit:
+    if folder is None or os.environ.get(PARENT_VARIABLE) == str(os.getpid()):
         return
-    sys.excepthook = _report_and_exit
+    listen(_report_uncaught)
     atexit.register(left(Path(folder), int(os.environ["RANK"])).touch)  # runs after what is registered later
     if sys.platform != "linux":  # on Linux the launcher called prctl before the program began
         die_with(int(os.environ[PARENT_VARIABLE]))
 
 
-def _report_and_exit(_kind: type[BaseException], error: BaseException, _trace: Any) -> None:
+def _report_uncaught(error: BaseException, _print_error: Callable[[], None]) -> None:
     if not isinstance(error, KeyboardInterrupt):
         tell_launcher(error, int(os.environ.get("RANK", "0")))
+
+
+def report(error: BaseException, rank: int, folder: Path) -> None:
+    """Write a report of `error` into `folder`, unless this process has written one already.
+
+    Write open files before: the launcher may end this process as soon as it reads the report.
+    """
+    path = folder / f"{rank}.json"
+    if path.exists():
+        return
+    with contextlib.suppress(MemoryError):  # the error may be that memory is short
+        flush_files(on_disk=True)
+    parts = {name: getattr(error, name) for name in ("found", "expected", "do") if isinstance(error, StratagemError)}
+    content = {
+        "rank": rank, "time": time.time(), "type": type(error).__name__, "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)), "parts": parts, "is_echo": is_echo(error),
+    }  # fmt: skip
+    with contextlib.suppress(OSError):
+        replace_text(path, json.dumps(content))
+
+
+def tell_launcher(error: BaseException, rank: int) -> None:
+    """Write a report of `error` for the launcher of this process; without a launcher, print it."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    if folder is not None and os.path.isdir(folder) and os.environ.get(PARENT_VARIABLE) != str(os.getpid()):
+        report(error, rank, Path(folder))
+    else:
+        traceback.print_exception(error)
+
+
+def left(folder: Path, rank: int) -> Path:
+    """Return the path of the file that a process creates when its program has ended and only cleanup remains."""
+    return folder / f"{rank}.left"
 
 
 def die_with(parent: int) -> None:

@@ -4,7 +4,7 @@
 Each process appends its *arrival*, a mapping, to a list in the store. Rank 0 reads the list in order, compares, and
 writes the *verdict* once: either an error for all ranks, or that they agree and how many arrivals were read. A process
 whose arrival has a higher number than that is not one of the ranks: another process came in its place, or the store
-belongs to another run. A process that fails before it arrives appends its error instead (`early_errors`).
+belongs to another run. A process that fails before it arrives appends its error instead.
 Nothing here waits for another rank: callers of this poll, so that they can say what they wait for, and stop at a
 signal.
 """

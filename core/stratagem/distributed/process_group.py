@@ -13,16 +13,16 @@ import atexit
 import contextlib
 import copy
 import functools
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import evolve
 
 from stratagem.api.world import DEFAULT_TIMEOUT, Collectives, Timeouts
-from stratagem.distributed.backends import backends_in, backends_of, with_gloo
 from stratagem.distributed.comparison import check_same_call, comparing_group
 from stratagem.distributed.default_group import (
+    backends_in,
+    backends_of,
     check_adoptable,
     default_store,
     forget_meshes,
@@ -31,6 +31,7 @@ from stratagem.distributed.default_group import (
     not_joined,
     not_splitting,
     trace_calls,
+    with_gloo,
 )
 from stratagem.distributed.interfaces import allow_connections, choose_interface, connect_when_needed, unset_variables
 from stratagem.distributed.objects import REFUSAL, packed, unpacked
@@ -380,27 +381,8 @@ class TorchCollectives(Collectives):
                 "and for loaders of different lengths, after which the ranks are not at the same step",
             ) from None
 
-    def report_failure(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # the rank that hosts the store may have ended
-            self._store.compare_set("stratagem/note", "", text)
-
-    def read_failure_report(self, limit_s: float = 2.0) -> str | None:
-        deadline = time.monotonic() + limit_s
-        with contextlib.suppress(Exception):
-            while not self._store.check(["stratagem/note"]):  # a wait in the store prints an error on stderr
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.05)
-            return str(self._store.get("stratagem/note").decode())
-        return None
-
-    def key_value_store(self) -> KeyValueStore:
-        return TCPKeyValueStore(self._store.clone())  # a separate connection: a wait on the shared one would block it
-
-    def with_own_connection(self) -> Collectives:
-        same = copy.copy(self)
-        same._store, same._owns_group = self._store.clone(), False
-        return same
+    def key_value_store(self, shared: bool = False) -> KeyValueStore:
+        return TCPKeyValueStore(self._store if shared else self._store.clone())
 
     def new_group(self) -> Collectives:
         self._same_call("new_group")

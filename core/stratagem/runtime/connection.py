@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from attrs import evolve
@@ -10,6 +12,7 @@ from attrs import evolve
 from stratagem.api.capabilities import MULTI_PROCESS
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.discovery import registry
+from stratagem.distributed.uncaught_errors import listen
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +21,28 @@ if TYPE_CHECKING:
     from stratagem.config.settings import RunSettings
     from stratagem.runtime.hook_caller import HookCaller
     from stratagem.stack.plugins import Stack
+
+#: This process's place, once it is known, and whether it has met the others: they wait for it until then.
+_place: World | None = None
+_has_met = False
+
+
+def tell_others_of_errors(world: World | None = None) -> None:
+    """Have the ranks that wait for this one told of an error that ends it before all meet.
+
+    For processes that the user or a scheduler started; where a launcher or an agent watches them, it ends the others.
+    """
+    global _place
+    _place = world or _place
+    if world.rank if world is not None else "MASTER_ADDR" in os.environ:
+        listen(_tell_others)
+
+
+def _tell_others(error: BaseException, print_error: Callable[[], None]) -> None:
+    print_error()
+    if not _has_met and isinstance(error, Exception):
+        for meeting in registry.entries("meeting", hidden=True):
+            meeting.load().tell(error, _place)
 
 
 def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, device: torch.device) -> Collectives:
@@ -35,8 +60,10 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, d
             world = agree_on_generation(world, start)
         identity = stack.accelerator.plugin.identity(device)
         may_share = any(choice.plugin.may_share_device() for choice in stack.strategies)
+        global _has_met
+        _has_met = True
         for meeting in registry.entries("meeting", hidden=True):
-            meeting.load()(world, facts(stack, settings), start, identity, may_share_device=may_share)
+            meeting.load().meet(world, facts(stack, settings), start, identity, may_share_device=may_share)
     collectives: Collectives = hooks.ask("connect", world=world)
     return collectives
 

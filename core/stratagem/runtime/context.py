@@ -22,11 +22,18 @@ from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
 from stratagem.distributed.default_group import note_groups
-from stratagem.distributed.early_errors import watch
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
 from stratagem.runtime import state_io
-from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers, split_readers
+from stratagem.runtime.connection import (
+    check_world,
+    join,
+    mesh_of,
+    peers_world_of,
+    split_peers,
+    split_readers,
+    tell_others_of_errors,
+)
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
@@ -61,7 +68,7 @@ class Context:
 
     def __init__(self, settings: RunSettings) -> None:
         open_standard_streams()
-        watch()
+        tell_others_of_errors()
         self.settings = settings
         self.stack: Stack = resolve(self.settings)
         if self.settings.lock is not None:
@@ -250,7 +257,7 @@ class Context:
             return
         accelerator = self.stack.accelerator.plugin
         self.world = self.hooks.ask("setup_environment")
-        watch(self.world)
+        tell_others_of_errors(self.world)
         check_world(self.stack, self.world)
         self.mesh = mesh_of(self.stack, self.world)
         self.devices = tuple(map(accelerator.device, self.stack.devices_of(self.world.local_rank)))

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from stratagem.distributed.uncaught_errors import is_users, package_of
+from stratagem.distributed.call_site import is_users, package_of
 
 
 def users_frame(frames: Iterable[tuple[str, int, str]]) -> tuple[str, int, str] | None:

@@ -20,10 +20,9 @@ from attrs import define
 from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
 from stratagem.api.notebook import in_notebook
 from stratagem.distributed.default_group import leave_group
-from stratagem.distributed.launched import die_with
+from stratagem.distributed.launched import die_with, left, report
 from stratagem.distributed.process_variables import PARENT_VARIABLE, process_variables
 from stratagem.distributed.rendezvous import reserve_store
-from stratagem.distributed.reports import left, report
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError
 from stratagem_evidence import EVIDENCE_VARIABLE, clear

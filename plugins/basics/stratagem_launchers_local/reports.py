@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from stratagem import errors
-from stratagem.distributed.reports import left
+from stratagem.distributed.launched import left
 from stratagem.errors import LaunchError, PeerError, StratagemError
 from stratagem_evidence import INTERRUPTED, RankEvidence, ask_for_stacks, keep, read_all, verdict
 

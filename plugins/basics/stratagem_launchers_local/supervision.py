@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.peer_errors import is_echo
-from stratagem.distributed.launched import libc, set_beside
-from stratagem.distributed.reports import left
+from stratagem.distributed.launched import left, libc, set_beside
 from stratagem.distributed.standard_streams import flush_files
+from stratagem.distributed.uncaught_errors import listen
 from stratagem.errors import StratagemError
 from stratagem_evidence import clear, keep
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
@@ -198,7 +198,7 @@ class LocalWorkers:
         for rank, process in children:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
         atexit.register(self._at_exit)
-        self._earlier_hook, sys.excepthook = sys.excepthook, self._excepthook
+        listen(self._print_root_cause)
         set_beside(self)
 
     @property
@@ -258,7 +258,7 @@ class LocalWorkers:
         if cause is not None:
             traceback.print_exception(cause, chain=False)
 
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def _print_root_cause(self, error: BaseException, print_error: Callable[[], None]) -> None:
         """Print the root cause of an uncaught error that was raised after `run` returned."""
         settled = self.ending.is_set() or self._owner != os.getpid()
         cause = None if settled else self._settle(error)
@@ -266,7 +266,7 @@ class LocalWorkers:
             traceback.print_exception(cause, chain=False)
             self._fails_interrupted = isinstance(error, KeyboardInterrupt)
         elif not (settled and isinstance(error, KeyboardInterrupt)):
-            self._earlier_hook(kind, error, trace)
+            print_error()
 
     def _at_exit(self) -> None:
         """Wait for the launched processes at a normal exit; end them after an uncaught exception."""

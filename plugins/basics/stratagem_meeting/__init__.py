@@ -2,7 +2,8 @@
 
 With different settings on two ranks collectives do not match: a hang, or an abort far from the cause. So ranks compare
 their world, versions, resolved plugins and devices before they join a group. The meeting is described in
-[Note: meeting] of `stratagem.distributed.meeting`. The engine calls `meet` (entry-point group ``stratagem.meeting``).
+[Note: meeting] of `stratagem.distributed.meeting`. The engine calls `meet`, or `tell` for a process that an error ends
+before (entry-point group ``stratagem.meeting``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from stratagem.distributed.probe import Notices, notify
 from stratagem.errors import LaunchError, PeerError, StratagemError
 from stratagem_meeting import arrivals
 from stratagem_meeting.arrivals import Arrival
+from stratagem_meeting.early_errors import tell
 
 if TYPE_CHECKING:
     from stratagem.api.world import World
+
+__all__ = ["meet", "tell"]
 
 #: Clocks that differ by more are mentioned: file times decide which checkpoint is the newest.
 CLOCKS_S = 10.0
@@ -56,9 +60,6 @@ def meet(
     assert world.generation is not None, "it was agreed on"
     import torch.distributed as dist
 
-    from stratagem.distributed.early_errors import has_come
-
-    has_come()
     store, where = _store(world, timeout)
     if store is None:
         return

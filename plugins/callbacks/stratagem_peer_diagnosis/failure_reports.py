@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stratagem.api import Collectives
-    from stratagem.api.world import World
+    from stratagem.api.world import KeyValueStore, World
     from stratagem_evidence import RankEvidence
 
 #: How long ranks wait for each other's reports. A rank that hosts the store stays so long, for others to look.
@@ -29,11 +29,11 @@ _FEW = 8
 #: How long to wait for a report that should be there already, and how long the store may take: its host may be cut off.
 AT_ONCE_S = 0.05
 STORE_S = 1.0
-#: Stands in a report before what to do.
-_DO = "\x1e"
+#: Stands in a report before what to do, and at its end.
+_DO, _END = "\x1e", "\x1d"
 
 
-#: In the folder for evidence: what a rank of this machine found.
+#: Key of the reports, the first of which stands. In the folder for evidence: what a rank of this machine found.
 _CAUSE = "cause"
 
 
@@ -48,15 +48,19 @@ class FailureReports:
 
     Args:
         folder: where the ranks of this machine leave what they found: the store's host may be gone.
+        store: a connection to the store; by default the one of `collectives`.
     """
 
-    def __init__(self, collectives: Collectives, store_s: float = STORE_S, folder: Path | None = None) -> None:
-        self._collectives, self.is_open, self._store_s = collectives, True, store_s
+    def __init__(
+        self, collectives: Collectives, store_s: float = STORE_S, folder: Path | None = None,
+        store: KeyValueStore | None = None,
+    ) -> None:  # fmt: skip
+        self._collectives, self.is_open, self._store_s, self._store = collectives, True, store_s, store
         self._file = None if folder is None else folder / _CAUSE
 
     def read(self, limit_s: float) -> PeerError | None:
         """Return the cause that a rank reported as an error, if one does within `limit_s`."""
-        cause = self._ask(lambda: self._collectives.read_failure_report(limit_s), limit_s + self._store_s)
+        cause = self._ask(lambda: self._first_report(limit_s), limit_s + self._store_s)
         if cause is None and self._file is not None and self._file.exists():
             cause = self._file.read_text()
         if cause is None:
@@ -64,9 +68,20 @@ class FailureReports:
         found, _, do = cause.partition(_DO)
         return PeerError(found, do=do or "this rank stops with it")
 
+    def _first_report(self, limit_s: float) -> str | None:
+        store, deadline = self._store or self._collectives.key_value_store(shared=True), time.monotonic() + limit_s
+        while not (reports := store.get(_CAUSE)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return reports.partition(_END)[0] if reports else None
+
     def write(self, cause: str) -> None:
         """Report `cause` to the others, unless a rank has reported one already."""
-        self._ask(lambda: self._collectives.report_failure(cause), self._store_s)
+
+        def append() -> None:
+            store = self._store or self._collectives.key_value_store(shared=True)
+            store.append(_CAUSE, f"{cause}{_END}")
+
+        self._ask(append, self._store_s)
 
     def write_finding(self, cause: PeerError) -> None:
         """Report `cause`, and what to do, to the others, unless a rank has reported one already."""

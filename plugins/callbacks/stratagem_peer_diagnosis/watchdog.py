@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stratagem.distributed.call_site import where
-from stratagem.distributed.reports import tell_launcher
+from stratagem.distributed.launched import tell_launcher
 from stratagem.errors import PeerError
 from stratagem_peer_diagnosis.diagnosis import finding
 from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, FailureReports
@@ -67,8 +67,8 @@ class Watchdog:
     ) -> None:  # fmt: skip
         self._run, self.interval_s, self.stuck_s, self._die = weakref.ref(run), interval_s, stuck_s, die
         self._rank, self._world_size, self._endpoints = run.rank, run.world_size, endpoints
-        collectives = run.collectives.with_own_connection()
-        self._reports, self._store = FailureReports(collectives, STORE_S), run.collectives.key_value_store()
+        self._store = run.collectives.key_value_store()
+        self._reports = FailureReports(run.collectives, STORE_S, store=self._store)
         #: A process group of the user's may hold the report of an earlier run.
         earlier = self._reports.read(0.0)
         self._earlier = None if earlier is None else earlier.found

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from stratagem.api import hookimpl
 from stratagem.api.named_state import logical_optimizer_state
-from stratagem.distributed.backends import backends_of
+from stratagem.distributed.default_group import backends_of
 from stratagem.errors import ConfigError
 from stratagem_buckets.reducer import bucket_reducer
 from stratagem_fsdp.options import FSDPOptions

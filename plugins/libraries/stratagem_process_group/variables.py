@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from stratagem.distributed.backends import with_gloo
+from stratagem.distributed.default_group import with_gloo
 from stratagem.errors import ConfigError
 from stratagem_process_group.gloo import GLOO
 from stratagem_process_group.libraries import LIBRARIES

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stratagem.distributed.backends import backends_of
+from stratagem.distributed.default_group import backends_of
 from stratagem.errors import ConfigError
 
 

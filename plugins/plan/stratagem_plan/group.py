@@ -66,9 +66,6 @@ class PlannedCollectives(TorchCollectives):
     def new_group(self) -> Collectives:
         return self
 
-    def with_own_connection(self) -> Collectives:
-        return self
-
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         return value
 
@@ -82,10 +79,5 @@ class PlannedCollectives(TorchCollectives):
 
     def barrier_with_timeout(self, what: str, limit_s: float) -> None: ...
 
-    def report_failure(self, text: str) -> None: ...
-
-    def read_failure_report(self, limit_s: float = 2.0) -> str | None:
-        return None
-
-    def key_value_store(self) -> KeyValueStore:
+    def key_value_store(self, shared: bool = False) -> KeyValueStore:
         return KeyValueStore()

@@ -9,27 +9,24 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
-from stratagem.distributed.uncaught_errors import SENTENCES, innermost_user_line, is_users, package_of, print_sentence
+from stratagem.distributed.call_site import innermost_user_line, is_users, package_of
+from stratagem.distributed.uncaught_errors import SENTENCES, listen
 
 #: Attribute of a KeyboardInterrupt that went through a call of the trainer.
 _OF_A_CALL = "_ended_a_call_of_stratagem"
 #: Environment variable that keeps the library's frames.
 _ALL_FRAMES = "STRATAGEM_FULL_TRACEBACK"
-#: The hook of the program before this one.
-_earlier_hook: Any = sys.__excepthook__
 
 
 def watch_uncaught() -> None:
     """Print uncaught errors as this module does; a hook of the program is left alone.
 
-    Call it before the processes connect: torch and the launchers then replace the hook by hooks that call this one.
+    Call it before the processes connect: torch then replaces the hook by one that calls it.
     """
-    global _earlier_hook
-    if sys.excepthook in (sys.__excepthook__, print_sentence):
-        _earlier_hook, sys.excepthook = sys.excepthook, _print_where
+    listen(_print_where, beside_programs=False)
 
 
 def shorten_traceback(error: KeyboardInterrupt) -> None:
@@ -37,12 +34,12 @@ def shorten_traceback(error: KeyboardInterrupt) -> None:
     vars(error)[_OF_A_CALL] = True
 
 
-def _print_where(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_where(error: BaseException, print_error: Callable[[], None]) -> None:
     if _OF_A_CALL not in vars(error):
         if not os.environ.get(_ALL_FRAMES):
             _leave_users_frames(error)
-        _earlier_hook(kind, error, error.__traceback__)
-    elif where := _where(trace):
+        print_error()
+    elif where := _where(error.__traceback__):
         print(f"KeyboardInterrupt in {where}", file=sys.stderr)
 
 
