@@ -29,10 +29,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stratagem.api.seeding import random_state
 from stratagem.api.world import Collectives, World
 from stratagem.checkpoint.rank_rows import states_of_ranks
-from stratagem.distributed.attempts import agree_on_generation
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.distributed.store import TCPKeyValueStore
 from stratagem_checkpoints.shards.plan import Plan
+from stratagem_meeting.attempts import agree_on_generation
 from stratagem_peer_diagnosis.failure_reports import FailureReports
 
 LIMIT = datetime.timedelta(seconds=300)

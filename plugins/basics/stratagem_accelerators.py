@@ -13,6 +13,8 @@ from stratagem.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
+    from stratagem_copy_stream import CopyStream
+
 #: Valid values of CUDA_DEVICE_ORDER; CUDA reads any other value as the first, without an error message.
 _ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
 
@@ -82,6 +84,11 @@ class CUDAAccelerator(Accelerator):
                 do=nearest(order, _ORDERS) or "unset it",
             )  # fmt: skip
         torch.cuda.set_device(device)
+
+    def copy_stream(self, device: torch.device, hints: bool) -> CopyStream:
+        from stratagem_copy_stream import CopyStream
+
+        return CopyStream(device, hints)
 
 
 @define(eq=False, kw_only=True)

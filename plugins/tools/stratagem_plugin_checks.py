@@ -13,7 +13,7 @@ from stratagem.discovery import registry
 from stratagem.discovery.registry import Entry
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.stack.construction import make
-from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
+from stratagem.stack.plugins import hook_functions, hook_implementations, hook_specifications
 
 
 def class_of(entry: Entry) -> type[Any]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from attrs import evolve
 
 from stratagem import World
-from stratagem.distributed.attempts import _unanswered, agree_on_generation
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.errors import LaunchError
+from stratagem_meeting.attempts import _unanswered, agree_on_generation
 
 LIMIT = timedelta(seconds=20)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from programs import scripts
 from stratagem.discovery import catalog, registry
-from stratagem.stack.plugin_hooks import hook_implementations
+from stratagem.stack.plugins import hook_implementations
 
 #: By the way through the library: at most that many calls, with Python 3.11, which calls comprehensions.
 CEILINGS = {

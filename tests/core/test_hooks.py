@@ -13,7 +13,7 @@ import stratagem.runtime.launching
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
 from stratagem.runtime.launching import _ProcessBody, launch
-from stratagem.stack.plugin_hooks import hook_functions, hook_specifications
+from stratagem.stack.plugins import hook_functions, hook_specifications
 from stratagem_testing.reference import Net, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

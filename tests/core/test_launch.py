@@ -26,10 +26,9 @@ from stratagem import World
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed import probe, rendezvous
 from stratagem.distributed.launched import left, report
-from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import Answer, ask
 from stratagem.distributed.process_variables import process_variables
-from stratagem.distributed.rendezvous import RendezvousStore
+from stratagem.distributed.rendezvous import Meeting, RendezvousStore
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_launchers_local.children import Child, child_environment, end, local_places

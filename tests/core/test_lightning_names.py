@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, PluginError
-from stratagem.stack.plugin_hooks import hook_functions, hook_specifications
+from stratagem.stack.plugins import hook_functions, hook_specifications
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches, relative_difference
 from stratagem_trainer import module_checks

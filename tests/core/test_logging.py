@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.stack.plugin_hooks import hook_functions, hook_specifications
+from stratagem.stack.plugins import hook_functions, hook_specifications
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data
 from stratagem_trainer.api.events import EVENTS

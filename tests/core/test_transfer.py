@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
-from stratagem.runtime.transfer import CopyStream
+from stratagem_copy_stream import CopyStream
 from stratagem_testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}

@@ -16,7 +16,7 @@ import stratagem as sg
 from stratagem.api.seeding import random_state, restore_random_state, seeded
 from stratagem.config.settings import RunSettings
 from stratagem.runtime.numerics import switch
-from stratagem.runtime.transfer import CopyStream
+from stratagem_copy_stream import CopyStream
 from stratagem_transforms.batchnorm import synchronize
 
 pytestmark = pytest.mark.gpu

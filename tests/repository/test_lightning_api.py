@@ -19,7 +19,7 @@ import stratagem as sg
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem.loggers import CSVLogger, TensorBoardLogger
-from stratagem.stack.plugin_hooks import hook_specifications
+from stratagem.stack.plugins import hook_specifications
 from stratagem_migrate.names import NAMES
 from stratagem_trainer.moved_methods import moved_methods
 

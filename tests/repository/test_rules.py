@@ -19,7 +19,7 @@ from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError
 from stratagem.runtime.default_hooks import DEFAULTS
 from stratagem.stack.construction import make
-from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
+from stratagem.stack.plugins import hook_functions, hook_implementations, hook_specifications
 from stratagem_trainer.option_texts import option_docs
 
 ROOT = Path(__file__).parents[2]
@@ -351,7 +351,7 @@ def test_importing_the_package_imports_no_layer():
 #: What explains errors, describes a run, or belongs to devices, options and stages that a plain fit does not use.
 NOT_NEEDED = {
     "packaging.requirements", "stratagem.cli", "stratagem.stack.class_lookup",
-    "stratagem.distributed.attempts", "stratagem.runtime.run", "stratagem.runtime.transfer",
+    "stratagem_meeting.attempts", "stratagem.runtime.run", "stratagem_copy_stream",
     "stratagem_ddp_sharded", "stratagem_deferred_init", "stratagem_sequences", "stratagem_transforms",
     "stratagem_peer_diagnosis.watchdog", "stratagem_trainer.command_line", "stratagem_trainer.trial",
 }  # fmt: skip

@@ -22,7 +22,7 @@ import stratagem as sg
 from stratagem.api.options import options
 from stratagem.discovery import catalog, registry
 from stratagem.stack.construction import make
-from stratagem.stack.plugin_hooks import hook_specifications
+from stratagem.stack.plugins import hook_specifications
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -14,7 +14,7 @@ import inspect
 from abc import ABCMeta
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from attrs import define, field, fields, frozen
 
@@ -318,6 +318,16 @@ class Launcher(Plugin):
     starts_all_nodes: ClassVar[bool] = False
 
 
+class CopyStream(Protocol):
+    """Copies batches to a device while it computes."""
+
+    #: Batches copied so far.
+    batches: int
+
+    def __call__(self, batch: Any) -> Any:
+        """Return `batch` on the device."""
+
+
 @define(eq=False, repr=False, kw_only=True)
 class Accelerator(Plugin):
     """A type of device. Its module must not import torch at the top."""
@@ -359,6 +369,14 @@ class Accelerator(Plugin):
 
     def activate(self, device: torch.device) -> None:
         """Make `device` this process's current one; called once, before the processes connect."""
+
+    def copy_stream(self, device: torch.device, hints: bool) -> CopyStream | None:
+        """Return what copies batches to `device` while it computes; None: they are copied in between.
+
+        Args:
+            hints: warn if the memory of the batches makes the copies slow.
+        """
+        return None
 
 
 @define(eq=False, repr=False, kw_only=True)

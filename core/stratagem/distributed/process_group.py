@@ -13,6 +13,8 @@ import atexit
 import contextlib
 import copy
 import functools
+import io
+import pickle
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +36,6 @@ from stratagem.distributed.default_group import (
     with_gloo,
 )
 from stratagem.distributed.interfaces import allow_connections, choose_interface, connect_when_needed, unset_variables
-from stratagem.distributed.objects import REFUSAL, packed, unpacked
 from stratagem.distributed.store import TCPKeyValueStore, connect_store, meet
 from stratagem.errors import ConfigError
 
@@ -331,19 +332,19 @@ class TorchCollectives(Collectives):
         import torch.distributed as dist
 
         self._same_call("broadcast_object", src)
-        box = [packed(value) if self.rank == src else b""]
+        box = [_pack(value) if self.rank == src else b""]
         dist.broadcast_object_list(box, group=self.group, group_src=src)
-        if self.rank == src and not box[0].startswith(REFUSAL):
+        if self.rank == src and not box[0].startswith(_REFUSAL):
             return value
-        return unpacked(box[0], src)
+        return _unpack(box[0], src)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         self._same_call("all_gather_object")
         values: list[Any] = [b""] * self.world_size
-        dist.all_gather_object(values, packed(value), group=self.group)
-        return [unpacked(each, rank) for rank, each in enumerate(values)]
+        dist.all_gather_object(values, _pack(value), group=self.group)
+        return [_unpack(each, rank) for rank, each in enumerate(values)]
 
     def any(self, flag: bool) -> bool:
         import torch
@@ -406,3 +407,48 @@ def _facts(tensor: torch.Tensor, place: torch.device) -> tuple[Any, ...]:
     """Return what must be equal on all ranks when they send `tensor` from `place`."""
     shape, dtype = tuple(tensor.shape), tensor.dtype
     return (shape, dtype) if place.type == "cpu" else (shape, dtype, place.type)
+
+
+# --- Objects are sent as pickles, with their tensors on the CPU ---------------------------------------------------
+
+
+class _Packer(pickle.Pickler):
+    """Pickles all tensors as CPU tensors: otherwise another rank would load them onto the sender's device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.detach().cpu().__reduce_ex__(self.proto)
+        return NotImplemented
+
+    proto = pickle.DEFAULT_PROTOCOL
+
+
+#: Prefix of the message that replaces an object that cannot be pickled, so that all ranks raise. No pickle has it.
+_REFUSAL = b"stratagem: "
+
+
+def _pack(value: Any) -> bytes:
+    """Return `value` pickled; if that fails, `_REFUSAL` and the reason."""
+    file = io.BytesIO()
+    try:
+        _Packer(file).dump(value)
+    except Exception as error:  # noqa: BLE001 - the user's objects may raise anything
+        return _REFUSAL + f"{type(value).__name__}, {type(error).__name__}: {error}".encode()
+    return file.getvalue()
+
+
+def _unpack(message: bytes, rank: int) -> Any:
+    """Return the object in a `message` of `_pack` from `rank`.
+
+    Raises:
+        ConfigError: that rank could not pickle it.
+    """
+    if message.startswith(_REFUSAL):
+        reason = message.removeprefix(_REFUSAL).decode().rstrip(".")
+        raise ConfigError(
+            f"rank {rank} sends an object that cannot be pickled ({reason})",
+            do="send an object that can be pickled: without open files, local functions and local classes",
+        )
+    return pickle.loads(message)  # noqa: S301 - what a rank of this run sent

@@ -54,16 +54,13 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, d
         start = stack.timeouts().start
         if not world.store_hosted:
             check_address(world, start.total_seconds())
-        if world.generation is None:
-            from stratagem.distributed.attempts import agree_on_generation
-
-            world = agree_on_generation(world, start)
         identity = stack.accelerator.plugin.identity(device)
         may_share = any(choice.plugin.may_share_device() for choice in stack.strategies)
         global _has_met
         _has_met = True
         for meeting in registry.entries("meeting", hidden=True):
-            meeting.load().meet(world, facts(stack, settings), start, identity, may_share_device=may_share)
+            meet = meeting.load().meet
+            world = meet(world, facts(stack, settings), start, identity, may_share_device=may_share)
     collectives: Collectives = hooks.ask("connect", world=world)
     return collectives
 

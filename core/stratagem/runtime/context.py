@@ -14,7 +14,7 @@ import torch
 
 from stratagem.api.activity import PHASE
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
-from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Plugin, Strategy
+from stratagem.api.kinds import Accelerator, CheckpointFormat, CopyStream, Environment, Plugin, Strategy
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, Timeouts, World
@@ -37,7 +37,6 @@ from stratagem.runtime.connection import (
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
-from stratagem.runtime.parted import Parted
 from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 
     from stratagem.api.context import Materializer, RunContext
     from stratagem.runtime.handles import ModelHandle
-    from stratagem.runtime.transfer import CopyStream
 
 
 def _of(path: str) -> Any:
@@ -269,10 +267,7 @@ class Context:
             self.readers = split_readers(self.collectives, self.mesh)
             self.hooks.hook.on_connect(run=self)
             self._numerics = numerics.pop_all()
-        if self.device.type == "cuda":
-            from stratagem.runtime.transfer import CopyStream
-
-            self.copy_stream = CopyStream(self.device, hints=self.is_global_zero)
+        self.copy_stream = accelerator.copy_stream(self.device, hints=self.is_global_zero)
         self.saver = Saver(self.collectives)
         if self.checkpoint_format.saves_in_background:
             self.saver.connect()
@@ -346,7 +341,7 @@ class Context:
             state_io.load_optimizers(self, states, self.optimizers, module, path=optimizers_from)
         note_groups()
         if self.shards_parameters and self.world_size > 1 and self.is_global_zero:
-            Parted(self.title_of(self.strategy)).watch(module)
+            state_io.StateDictWarning(self.title_of(self.strategy)).watch(module)
         if stage == "train" and self.settings.writes_files and self.is_global_zero:
             description.write_lock(self.stack, self.settings)
 

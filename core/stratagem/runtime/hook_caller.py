@@ -17,7 +17,7 @@ from stratagem.errors import PluginError, with_article
 from stratagem.runtime import default_hooks
 from stratagem.stack.checks import check_hook_arguments
 from stratagem.stack.construction import default
-from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_modules
+from stratagem.stack.plugins import hook_functions, hook_implementations, hook_modules
 
 if TYPE_CHECKING:
     from stratagem.api.context import RunContext

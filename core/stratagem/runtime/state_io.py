@@ -1,13 +1,16 @@
-"""Read and write the state of a run: weights, optimizers, plugins."""
+"""Read and write the state of a run: weights, optimizers, plugins. Warn of a ``state_dict()`` that lacks weights."""
 
 from __future__ import annotations
 
+import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from stratagem.api.context import RunContext
 from stratagem.api.paths import as_path
@@ -25,12 +28,12 @@ from stratagem.checkpoint.tensor_memory import collecting, with_own_extras, with
 from stratagem.checkpoint.trained_part import check_part
 from stratagem.errors import CheckpointError
 from stratagem.runtime.handles import ModelHandle
+from stratagem.runtime.hook_caller import HookCaller
 from stratagem.stack import identity
 from stratagem.stack.formats import check_is_not_folder, format_named, name_of_format, read_with
 from stratagem.stack.identity import matched, warn_of_differences
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from stratagem.stack.plugins import Stack
@@ -212,3 +215,35 @@ def format_tag(stack: Stack) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "plugins": {f"{e.kind}.{e.name}": f"{e.distribution} {e.version}" for e in entries},
     }
+
+
+class StateDictWarning:
+    """Warns once when the ``state_dict()`` of a module that `strategy` shards, or that of a part, is taken.
+
+    A plugin may take it, since it knows what it reads.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy, self._has_warned = strategy, False
+
+    def watch(self, module: nn.Module) -> None:
+        """Watch `module`, unless it is watched since an earlier fit."""
+        if module.__dict__.setdefault("_stratagem_parted", self) is self:
+            for part in module.modules():
+                part.register_state_dict_post_hook(self)
+
+    def __call__(self, module: nn.Module, *state: Any) -> None:
+        if self._has_warned:
+            return
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+        if HookCaller.ask.__code__ in codes:
+            return
+        self._has_warned = True
+        inside = (__file__, nn.modules.module.__file__)
+        level = next(number for number, code in enumerate(codes, 1) if code.co_filename not in inside)
+        warnings.warn(
+            f"state_dict() has this rank's part of the weights alone, because {self._strategy} shards them: what "
+            "torch.save writes of it lacks the others; for a file with whole weights, call "
+            "trainer.save_checkpoint(path, weights_only=True), or run.save, on all ranks",
+            stacklevel=level,
+        )

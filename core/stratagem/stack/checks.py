@@ -15,7 +15,7 @@ from stratagem.discovery import registry
 from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, PluginError, mistyped, nearest
 from stratagem.stack.construction import make
-from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
+from stratagem.stack.plugins import hook_functions, hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
     from stratagem.api.kinds import Strategy

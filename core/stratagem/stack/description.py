@@ -23,7 +23,7 @@ from stratagem.api.options import options, redact
 from stratagem.api.paths import replace_text
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, differences, shown
-from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugins import hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
     from stratagem.config.settings import RunSettings

@@ -1,12 +1,14 @@
-"""The resolved plugins of a run: `Choice` is one of them, `Stack` is all."""
+"""The resolved plugins of a run: `Choice` is one of them, `Stack` is all. The hooks that exist, and a plugin's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import define, field, frozen
 
+from stratagem.api import hooks
 from stratagem.api.kinds import Plugin, Strategy
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import DEFAULT_TIMEOUT, LEAST_START, NCCL_TIMEOUT, Timeouts
@@ -118,3 +120,39 @@ class Stack:
     def active(self) -> list[Choice]:
         """The plugins whose hooks are registered."""
         return [choice for choice in self.choices() if not (self.precision_absorbed and choice is self.precision)]
+
+
+# --- Hooks -------------------------------------------------------------------------------------------------------
+
+
+def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, dict[str, Any]]:
+    """Return the methods of `plugin` (or, with `of_class`, of a class) with ``@hookimpl``: its options by hook name."""
+    if isinstance(plugin, type) and not of_class:
+        return {}
+    cls = plugin if of_class else type(plugin)
+    found = {}
+    for name in dir(cls):
+        marker = getattr(getattr(cls, name, None), "stratagem_impl", None)
+        if isinstance(marker, dict):
+            found[name] = marker
+    return found
+
+
+def hook_modules() -> list[Any]:
+    """Return the modules with specifications: `stratagem.api.hooks`, and those of installed kinds."""
+    return [hooks, *(kind.hooks for kind in registry.kinds().values() if kind.hooks is not None)]
+
+
+def hook_functions() -> Mapping[str, Callable[..., Any]]:
+    """Return the function that specifies each hook, by name."""
+    return _functions_in(*hook_modules())
+
+
+@functools.cache
+def _functions_in(*modules: Any) -> Mapping[str, Callable[..., Any]]:
+    return {name: function for module in modules for name, function in registry.hooks_in(module).items()}
+
+
+def hook_specifications() -> dict[str, dict[str, Any]]:
+    """Return every hook by name, with its options."""
+    return {name: value.stratagem_spec for name, value in hook_functions().items()}  # type: ignore[attr-defined]

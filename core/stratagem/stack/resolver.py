@@ -29,8 +29,7 @@ from stratagem.stack.checks import (
 )
 from stratagem.stack.construction import by_name, default, default_strategy, make
 from stratagem.stack.detection import detect_accelerator, detect_environment
-from stratagem.stack.plugin_hooks import hook_implementations
-from stratagem.stack.plugins import Choice, Stack
+from stratagem.stack.plugins import Choice, Stack, hook_implementations
 
 
 def resolve(settings: Any) -> Stack:

@@ -2,8 +2,8 @@
 
 With different settings on two ranks collectives do not match: a hang, or an abort far from the cause. So ranks compare
 their world, versions, resolved plugins and devices before they join a group. The meeting is described in
-[Note: meeting] of `stratagem.distributed.meeting`. The engine calls `meet`, or `tell` for a process that an error ends
-before (entry-point group ``stratagem.meeting``).
+[Note: meeting] of `stratagem.distributed.rendezvous`. The engine calls `meet`, or `tell` in a process that an error
+ends before (entry-point group ``stratagem.meeting``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import Notices, notify
+from stratagem.distributed.rendezvous import Meeting
 from stratagem.errors import LaunchError, PeerError, StratagemError
 from stratagem_meeting import arrivals
 from stratagem_meeting.arrivals import Arrival
@@ -43,8 +43,10 @@ _meetings = 0
 def meet(
     world: World, facts: Mapping[str, Any], timeout: timedelta,
     device: tuple[str, str] | None = None, *, may_share_device: bool = False,
-) -> None:  # fmt: skip
+) -> World:  # fmt: skip
     """Wait until all ranks are here, and compare `facts`, worlds, devices and clocks. All ranks call it.
+
+    Returns `world`, with a generation that this attempt of a restarted run has alone.
 
     Args:
         facts: what must be equal on all ranks, by name.
@@ -57,12 +59,16 @@ def meet(
         LaunchError: the store cannot be reached or hosted, or some ranks did not come within `timeout`.
         PeerError: another rank failed before it came.
     """
-    assert world.generation is not None, "it was agreed on"
     import torch.distributed as dist
 
+    if world.generation is None:
+        from stratagem_meeting.attempts import agree_on_generation
+
+        world = agree_on_generation(world, timeout)
+    assert world.generation is not None, "it was agreed on"
     store, where = _store(world, timeout)
     if store is None:
-        return
+        return world
     global _meetings
     _meetings += 1
     text = json.dumps(dict(facts), sort_keys=True)
@@ -77,6 +83,7 @@ def meet(
             expected="rank 0 to stay",
             do="see the output of rank 0",
         ) from error
+    return world
 
 
 def _store(world: World, timeout: timedelta) -> tuple[Any, str]:

@@ -22,7 +22,7 @@ _NAMED = 8
 
 @frozen(kw_only=True)
 class Arrival:
-    """One process at the meeting of the ranks; see [Note: meeting] in `stratagem.distributed.meeting`."""
+    """One process at the meeting of the ranks; see [Note: meeting] in `stratagem.distributed.rendezvous`."""
 
     rank: int
     world_size: int

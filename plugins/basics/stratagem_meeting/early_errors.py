@@ -9,9 +9,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import ask, notify
-from stratagem.distributed.rendezvous import PortTakenError
+from stratagem.distributed.rendezvous import Meeting, PortTakenError
 
 if TYPE_CHECKING:
     from stratagem.api.world import World

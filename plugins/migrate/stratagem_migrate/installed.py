@@ -14,7 +14,7 @@ from typing import Any
 from stratagem.api import options as config
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError
-from stratagem.stack.plugin_hooks import hook_functions
+from stratagem.stack.plugins import hook_functions
 from stratagem_trainer.api.events import EVENTS
 
 #: Modules with the classes of each kind.

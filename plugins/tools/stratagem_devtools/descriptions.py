@@ -8,7 +8,7 @@ from typing import Any
 from stratagem.discovery.registry import Entry
 from stratagem.stack.construction import make
 from stratagem.stack.description import traits
-from stratagem.stack.plugin_hooks import hook_implementations
+from stratagem.stack.plugins import hook_implementations
 from stratagem_devtools.plugin_table import row
 from stratagem_trainer.option_texts import as_written, help_lines, option_texts
 from stratagem_trainer.terminal import bold, width, wrapped

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import ConfigError
-from stratagem.stack.plugin_hooks import hook_implementations
+from stratagem.stack.plugins import hook_implementations
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.module import overrides
 from stratagem_trainer.optimizer_handle import averaging

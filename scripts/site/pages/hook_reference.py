@@ -9,7 +9,7 @@ from pathlib import Path
 from pages.plugins import addresses, all_plugins, by_class
 from pages.text import MissingTextError, anchor
 from stratagem.discovery import registry
-from stratagem.stack.plugin_hooks import hook_functions, hook_implementations, hook_specifications
+from stratagem.stack.plugins import hook_functions, hook_implementations, hook_specifications
 
 #: Where a heading of any level begins.
 _SECTIONS = re.compile(r"^(?=##)", re.MULTILINE)
