@@ -25,14 +25,14 @@ import torch
 from stratagem import World
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed import probe, rendezvous
-from stratagem.distributed.launched import left, report
+from stratagem.distributed.launched import report
 from stratagem.distributed.probe import Answer, ask
 from stratagem.distributed.process_variables import process_variables
 from stratagem.distributed.rendezvous import Meeting, RendezvousStore
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_launchers_local.children import Child, child_environment, end, local_places
-from stratagem_launchers_local.reports import root_cause
+from stratagem_launchers_local.reports import left, root_cause
 from stratagem_launchers_local.supervision import start_for_good
 from stratagem_meeting.arrivals import Arrival, different_models, ranks_in_words
 from stratagem_peer_diagnosis import diagnosis

@@ -553,7 +553,7 @@ BARE = """
     import os, signal, subprocess, sys, threading, time, types
     from stratagem import World
     from stratagem.accelerators import CPUAccelerator
-    from stratagem.distributed.launched import report_to_launcher
+    from stratagem_launchers_local.supervision import report_to_launcher
     from stratagem.launchers import {launcher}
     from stratagem_launchers_local import supervision
 

@@ -317,6 +317,9 @@ class Launcher(Plugin):
     #: is not asked; ``run.world`` follows from the settings. False: each node calls the launcher for its own processes.
     starts_all_nodes: ClassVar[bool] = False
 
+    def enter_process(self) -> None:
+        """Prepare this process, one of the run, whoever started it; called before it connects."""
+
 
 class CopyStream(Protocol):
     """Copies batches to a device while it computes."""

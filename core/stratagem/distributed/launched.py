@@ -1,11 +1,7 @@
-"""What a launched process must do: end when its launcher ends, and report the error that ends it.
-
-The launcher asks for both with the environment variables of `process_variables`. Its own part is in the launcher.
-"""
+"""What a launched process does for its launcher: end when that one ends, and report the error that ends it."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -16,76 +12,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from stratagem.api.paths import replace_text
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files
-from stratagem.distributed.uncaught_errors import listen
-from stratagem.errors import LaunchError, StratagemError
+from stratagem.errors import StratagemError
 
 _PR_SET_PDEATHSIG = 1
-
-
-# --- In a rank that launched the others --------------------------------------------------------------------------
-
-
-class LaunchedBeside(Protocol):
-    """The processes that the launcher in this process started; this process is one of the ranks, too."""
-
-    @property
-    def interrupted_us(self) -> bool:
-        """Whether the launcher interrupted the main thread because one of the processes failed."""
-
-    @property
-    def were_ended(self) -> bool:
-        """Whether the launcher ended the processes after an error."""
-
-
-_beside: LaunchedBeside | None = None
-
-
-def set_beside(processes: LaunchedBeside) -> None:
-    """Register the `processes` that a launcher in this process has started; for launchers with `parent_trains`."""
-    global _beside
-    _beside = processes
-
-
-def interrupted_by_launcher() -> bool:
-    """Whether a KeyboardInterrupt was caused by a failed process of this node, rather than by Ctrl-C."""
-    return _beside is not None and _beside.interrupted_us
-
-
-# --- In a process that was launched ------------------------------------------------------------------------------
-
-
-def report_to_launcher() -> None:
-    """Report an uncaught error to the launcher instead of printing it, if a launcher ran this program again.
-
-    Raises:
-        LaunchError: this process launched the others, and they were ended after an error that the program caught.
-    """
-    if _beside is not None and _beside.were_ended:
-        raise LaunchError(
-            "the other processes of this program were ended after an error",
-            expected="all of them to be running",
-            do="start the program again, or use a strategy that forks: it starts new processes for every call",
-        )
-    folder = os.environ.get(REPORTS_VARIABLE)
-    if folder is None or os.environ.get(PARENT_VARIABLE) == str(os.getpid()):
-        return
-    listen(_report_uncaught)
-    atexit.register(left(Path(folder), int(os.environ["RANK"])).touch)  # runs after what is registered later
-    if sys.platform != "linux":  # on Linux the launcher called prctl before the program began
-        die_with(int(os.environ[PARENT_VARIABLE]))
-
-
-def _report_uncaught(error: BaseException, _print_error: Callable[[], None]) -> None:
-    if not isinstance(error, KeyboardInterrupt):
-        tell_launcher(error, int(os.environ.get("RANK", "0")))
+#: Set when the launcher in this process interrupts it since a launched one failed: the KeyboardInterrupt is not Ctrl-C.
+interrupted_by_launcher = threading.Event()
 
 
 def report(error: BaseException, rank: int, folder: Path) -> None:
@@ -114,11 +51,6 @@ def tell_launcher(error: BaseException, rank: int) -> None:
         report(error, rank, Path(folder))
     else:
         traceback.print_exception(error)
-
-
-def left(folder: Path, rank: int) -> Path:
-    """Return the path of the file that a process creates when its program has ended and only cleanup remains."""
-    return folder / f"{rank}.left"
 
 
 def die_with(parent: int) -> None:

@@ -105,11 +105,9 @@ class _ProcessBody:
     random_state: dict[str, Any] | None = None
 
     def __call__(self) -> Any:
-        from stratagem.distributed.launched import report_to_launcher
-
         run = self.run
         run.is_worker = self.is_worker
-        report_to_launcher()
+        run.stack.launcher.plugin.enter_process()
         run.connect()
         if self.random_state is not None:
             restore_random_state(self.random_state, run.devices)

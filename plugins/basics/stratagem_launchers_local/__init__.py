@@ -20,7 +20,7 @@ from attrs import define
 from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
 from stratagem.api.notebook import in_notebook
 from stratagem.distributed.default_group import leave_group
-from stratagem.distributed.launched import die_with, left, report
+from stratagem.distributed.launched import die_with, report
 from stratagem.distributed.process_variables import PARENT_VARIABLE, process_variables
 from stratagem.distributed.rendezvous import reserve_store
 from stratagem.distributed.standard_streams import flush_files
@@ -30,12 +30,13 @@ from stratagem_launchers_local.children import Child, child_environment, end, lo
 from stratagem_launchers_local.finalization import shorten_finalization
 from stratagem_launchers_local.hydra_job import FULL_ERROR_VARIABLE, hydra_job, job_arguments
 from stratagem_launchers_local.relaunch import relaunch_command
-from stratagem_launchers_local.reports import reports_folder
+from stratagem_launchers_local.reports import left, reports_folder
 from stratagem_launchers_local.supervision import (
     LocalWorkers,
     ending_on_sigterm,
     forget_signals,
     holding_signals,
+    report_to_launcher,
     start_for_good,
     wait_for,
 )
@@ -49,7 +50,10 @@ _IMPORTING = "STRATAGEM_IMPORTING_MAIN"
 
 @define(eq=False, kw_only=True)
 class _LocalLauncher(Launcher):
-    """Lets each process of a run end sooner."""
+    """Has each process of a run report the error that ends it, and end sooner."""
+
+    def enter_process(self) -> None:
+        report_to_launcher()
 
     @hookimpl
     def on_connect(self) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from stratagem import errors
-from stratagem.distributed.launched import left
 from stratagem.errors import LaunchError, PeerError, StratagemError
 from stratagem_evidence import INTERRUPTED, RankEvidence, ask_for_stacks, keep, read_all, verdict
 
@@ -37,6 +36,11 @@ class Report:
 def reports_folder() -> Path:
     """Return a new folder for reports and results, readable by this user only."""
     return Path(tempfile.mkdtemp(prefix="stratagem-"))
+
+
+def left(folder: Path, rank: int) -> Path:
+    """Return the path of the file that a process creates when its program has ended and only cleanup remains."""
+    return folder / f"{rank}.left"
 
 
 def observed(folder: Path, children: Iterable[Child]) -> dict[int, RankEvidence]:

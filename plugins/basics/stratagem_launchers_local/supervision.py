@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.peer_errors import is_echo
-from stratagem.distributed.launched import left, libc, set_beside
+from stratagem.distributed.launched import die_with, interrupted_by_launcher, libc, tell_launcher
+from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.distributed.uncaught_errors import listen
-from stratagem.errors import StratagemError
+from stratagem.errors import LaunchError, StratagemError
 from stratagem_evidence import clear, keep
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
-from stratagem_launchers_local.reports import observed, read_report, root_cause
+from stratagem_launchers_local.reports import left, observed, read_report, root_cause
 from stratagem_launchers_local.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -190,8 +191,6 @@ class LocalWorkers:
         ]
         self.folder, self.store, self.watcher = folder, store, Watcher(folder, int(os.environ["RANK"]))
         self.ending = threading.Event()
-        #: Whether a watcher thread interrupted the main thread: the next KeyboardInterrupt is not Ctrl-C.
-        self.interrupted_us = False
         #: Python would end with the exit code of Ctrl-C.
         self._fails_interrupted = False
         self._owner = os.getpid()
@@ -199,12 +198,8 @@ class LocalWorkers:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
         atexit.register(self._at_exit)
         listen(self._print_root_cause)
-        set_beside(self)
-
-    @property
-    def were_ended(self) -> bool:
-        """Whether there are launched processes, and they were ended."""
-        return bool(self.children) and self.ending.is_set()
+        global _beside
+        _beside = self
 
     def run(self, main: Callable[[], Any]) -> Any:
         """Return the result of `main`; if it fails because another process failed, raise that process's error."""
@@ -219,7 +214,7 @@ class LocalWorkers:
 
     def _settle(self, error: BaseException) -> BaseException | None:
         """End all launched processes after `error` in this one; return another process's error if that is the cause."""
-        interrupted = self.interrupted_us and isinstance(error, KeyboardInterrupt)
+        interrupted = interrupted_by_launcher.is_set() and isinstance(error, KeyboardInterrupt)
         if echo := is_echo(error):
             wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             wait_until(lambda: _root_is_known(self.folder), 0.5)
@@ -242,7 +237,7 @@ class LocalWorkers:
         """If the process fails and this one does not notice, interrupt the main thread; if that hangs, exit."""
         if _ending_code(process.wait(), self.folder, rank) == 0 or self.ending.wait(NOTICE_S):
             return
-        self.interrupted_us = True
+        interrupted_by_launcher.set()
         _interrupt_main_thread()
         if self.ending.wait(END_S):
             return
@@ -308,3 +303,35 @@ def _interrupt_main_thread() -> None:
 def _exit_now() -> None:
     flush_files()
     os._exit(1)
+
+
+# --- In a process of the run, launched or not ---------------------------------------------------------------------
+
+#: The processes that this one has launched and trains beside.
+_beside: LocalWorkers | None = None
+
+
+def report_to_launcher() -> None:
+    """Report an uncaught error to the launcher instead of printing it, if a launcher ran this program again.
+
+    Raises:
+        LaunchError: this process launched the others, and they were ended after an error that the program caught.
+    """
+    if _beside is not None and _beside.children and _beside.ending.is_set():
+        raise LaunchError(
+            "the other processes of this program were ended after an error",
+            expected="all of them to be running",
+            do="start the program again, or use a strategy that forks: it starts new processes for every call",
+        )
+    folder = os.environ.get(REPORTS_VARIABLE)
+    if folder is None or os.environ.get(PARENT_VARIABLE) == str(os.getpid()):
+        return
+    listen(_report_uncaught)
+    atexit.register(left(Path(folder), int(os.environ["RANK"])).touch)  # runs after what is registered later
+    if sys.platform != "linux":  # on Linux the launcher called prctl before the program began
+        die_with(int(os.environ[PARENT_VARIABLE]))
+
+
+def _report_uncaught(error: BaseException, _print_error: Callable[[], None]) -> None:
+    if not isinstance(error, KeyboardInterrupt):
+        tell_launcher(error, int(os.environ.get("RANK", "0")))

@@ -128,7 +128,7 @@ class Interruption(OwnCheckpoint):
         """Handle SIGINT in the main thread."""
         watcher, trainer = self._watcher, self._trainer
         # A copy of this process, such as a worker of a DataLoader, and the launcher's report of a failed process.
-        if watcher is None or os.getpid() != self._process or interrupted_by_launcher():
+        if watcher is None or os.getpid() != self._process or interrupted_by_launcher.is_set():
             signal.default_int_handler(number, frame)
         if self._asked_at is not None:
             if time.monotonic() - self._asked_at > _SAME_S:
