@@ -23,7 +23,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import DCPCheckpoint, FullCheckpoint, SafetensorsCheckpoint, ShardedCheckpoint
-from stratagem_trainer.checkpoint_files import newest_whole
+from stratagem_trainer.checkpoint_files import newest_complete
 
 FORMATS = {
     "full": FullCheckpoint, "safetensors": SafetensorsCheckpoint, "dcp": DCPCheckpoint, "sharded": ShardedCheckpoint,
@@ -76,7 +76,7 @@ def files(folder: Path, count: int) -> dict[str, float]:
         "listing the folder": milliseconds(lambda: os.listdir(checkpoints)),
         "a save": milliseconds(lambda: trainer.save_checkpoint(other)),
         "a save of ModelCheckpoint, of a taken name": milliseconds(save_best),
-        'finding "last"': milliseconds(lambda: newest_whole(checkpoints, FullCheckpoint())),
+        'finding "last"': milliseconds(lambda: newest_complete(checkpoints, FullCheckpoint())),
     }
 
 

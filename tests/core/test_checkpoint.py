@@ -17,7 +17,7 @@ from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing.reference import Net, joined_batches
-from stratagem_trainer.checkpoint_files import newest_whole
+from stratagem_trainer.checkpoint_files import newest_complete
 
 
 def publish(path, content):
@@ -134,8 +134,8 @@ def test_the_newest_whole_file_is_found(tmp_path):
     (tmp_path / "c.ckpt").write_bytes(b"?")
     (tmp_path / "d.ckpt.1.staged").write_bytes(b"half")
 
-    assert newest_whole(tmp_path, Format()) == tmp_path / "b.ckpt"
-    assert newest_whole(tmp_path / "nowhere", Format()) is None
+    assert newest_complete(tmp_path, Format()) == tmp_path / "b.ckpt"
+    assert newest_complete(tmp_path / "nowhere", Format()) is None
 
 
 def test_files_that_are_older_than_the_newest_whole_one_are_not_opened(tmp_path):
@@ -152,7 +152,7 @@ def test_files_that_are_older_than_the_newest_whole_one_are_not_opened(tmp_path)
     os.utime(tmp_path / "19.ckpt", ns=(0, 10**12))
 
     with pytest.warns(UserWarning, match=r"19.ckpt is damaged"):
-        assert newest_whole(tmp_path, Notes()) == tmp_path / "18.ckpt"
+        assert newest_complete(tmp_path, Notes()) == tmp_path / "18.ckpt"
     assert opened == ["19", "18"]
 
 
@@ -176,8 +176,8 @@ def test_files_and_folders_of_several_formats_are_ordered_by_when_they_were_save
     saved.sort(key=lambda each: -each[0])
 
     while saved:
-        assert {newest_whole(tmp_path, form) for form in formats} == {saved[0][1]}
-        assert newest_whole(tmp_path, formats[0], lambda path: path != saved[0][1]) == (
+        assert {newest_complete(tmp_path, form) for form in formats} == {saved[0][1]}
+        assert newest_complete(tmp_path, formats[0], lambda path: path != saved[0][1]) == (
             saved[1][1] if saved[1:] else None
         )
         _, path, form = saved.pop(0)
@@ -190,8 +190,8 @@ def test_of_files_of_the_same_age_the_first_that_is_listed_is_found(tmp_path):
         os.utime(tmp_path / f"{name}.ckpt", ns=(7, 7))
     listed = [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
 
-    assert newest_whole(tmp_path, Format()) == listed[0]
-    assert newest_whole(tmp_path, Format(), lambda path: path != listed[0]) == listed[1]
+    assert newest_complete(tmp_path, Format()) == listed[0]
+    assert newest_complete(tmp_path, Format(), lambda path: path != listed[0]) == listed[1]
 
 
 def test_removing_takes_the_sidecar_along(tmp_path):

@@ -39,7 +39,7 @@ from stratagem_testing.reference import (
     train_gan_plainly,
     train_plainly,
 )
-from stratagem_trainer.checkpoint_files import newest_whole, read_any
+from stratagem_trainer.checkpoint_files import newest_complete, read_any
 from stratagem_trainer.option_texts import option_docs
 
 ROOT = Path(__file__).parents[2]
@@ -597,7 +597,7 @@ def test_checkpoint_brings_a_run_back(made, tmp_path):
 
     assert relative_difference(_weights(model), whole) == 0
     assert "state_dict" in read_any(path)  # in whichever format recognises it: no other does
-    assert newest_whole(tmp_path, cls()) == path
+    assert newest_complete(tmp_path, cls()) == path
 
 
 def test_checkpoint_refuses_what_is_damaged_or_could_not_be_read(made, tmp_path):

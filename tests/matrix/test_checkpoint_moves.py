@@ -135,7 +135,7 @@ def _differences(trainer, written):
     for name, tensor in weights_of(trainer).items():
         if not torch.equal(tensor, written["state_dict"][name]):
             yield f"{name} differs"
-    with trainer.run.making_whole():
+    with trainer.run.gathered_state():
         state = trainer.run.ask("optimizer_state", optimizer=trainer.run.optimizers[0], module=trainer.module)
     saved = written["optimizers"][0]
     if list(state["state"]) != list(saved["state"]):

@@ -15,7 +15,7 @@ from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 from stratagem.stack.construction import make
-from stratagem.stack.identity import keyed, matched
+from stratagem.stack.identity import match_keys, plugins_by_key
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.checkpoint_files import read_any
@@ -90,7 +90,7 @@ def argument(kind):
 
 def keys_of(kind, value, **arguments):
     trainer = sg.Trainer(**(QUIET | arguments | {argument(kind): [value] if kind == "callback" else value}))
-    found = {key: plugin for method in _METHODS for key, plugin in keyed(trainer.run.stack, method)}
+    found = {key: plugin for method in _METHODS for key, plugin in plugins_by_key(trainer.run.stack, method)}
     return {key for key in found if key.startswith(f"{kind}.")}
 
 
@@ -126,8 +126,8 @@ class Look(sg.Callback):
 
 
 def states(stack, run):
-    return {key: plain(plugin.state_dict()) for key, plugin in keyed(stack, "state_dict")} | {
-        f"rank {key}": plain(plugin.rank_state(run)) for key, plugin in keyed(stack, "rank_state")
+    return {key: plain(plugin.state_dict()) for key, plugin in plugins_by_key(stack, "state_dict")} | {
+        f"rank {key}": plain(plugin.rank_state(run)) for key, plugin in plugins_by_key(stack, "rank_state")
     }
 
 
@@ -292,10 +292,10 @@ def test_a_plugin_that_is_new_to_the_run_is_not_warned_about(tmp_path):
 def test_nothing_is_guessed():
     wanted = ['callback.m:C {"x": 1}', 'callback.m:C {"x": 2}']
 
-    assert matched(wanted, ['callback.m:C {"x": 3}']) == {}
-    assert matched(wanted[:1], ['callback.m:C {"x": 3}']) == {wanted[0]: 'callback.m:C {"x": 3}'}
-    assert matched(wanted[:1], ['callback.m:D {"x": 1}', "callback.m:C {", "nonsense"]) == {}
-    assert matched(["callback.m:C", "callback.m:C #1"], ["callback.m:C", "callback.m:C #1"]) == {
+    assert match_keys(wanted, ['callback.m:C {"x": 3}']) == {}
+    assert match_keys(wanted[:1], ['callback.m:C {"x": 3}']) == {wanted[0]: 'callback.m:C {"x": 3}'}
+    assert match_keys(wanted[:1], ['callback.m:D {"x": 1}', "callback.m:C {", "nonsense"]) == {}
+    assert match_keys(["callback.m:C", "callback.m:C #1"], ["callback.m:C", "callback.m:C #1"]) == {
         "callback.m:C": "callback.m:C", "callback.m:C #1": "callback.m:C #1",
     }  # fmt: skip
 

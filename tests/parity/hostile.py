@@ -450,7 +450,7 @@ def _train(rank: int, world_size: int, trial: Trial, folder: str, part: str) -> 
         if part == "begin":
             trainer.save_checkpoint(saved)
             return {}
-        with trainer.run.making_whole():
+        with trainer.run.gathered_state():
             state = trainer.run.ask("model_state", module=module)
         return {name: value.detach().clone() for name, value in state.items() if not value.is_meta}
     except StratagemError as error:

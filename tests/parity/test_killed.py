@@ -66,7 +66,7 @@ if __name__ == "__main__":
         default_root_dir=".", precision={"name": "16-mixed", "init_scale": 256.0},
     )
     trainer.fit(module, loader, DataLoader(Augmented(), 4), ckpt_path="last" if os.path.exists("checkpoints") else None)
-    with trainer.run.making_whole():
+    with trainer.run.gathered_state():
         state = trainer.run.ask("model_state", module=module)
     if trainer.is_global_zero:
         torch.save({k: v.clone() for k, v in state.items()} | {"steps": torch.tensor(trainer.global_step)}, "end.pt")

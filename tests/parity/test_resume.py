@@ -222,7 +222,7 @@ def _compare(rank, world_size, folder, cells):
             arguments = QUIET | {"devices": world_size, "max_epochs": 3, "callbacks": callbacks} | options
             trainer = sg.Trainer(**arguments)
             trainer.fit(model, made, ckpt_path=path if resumes else None)
-            with trainer.run.making_whole():
+            with trainer.run.gathered_state():
                 state = trainer.run.ask("model_state", module=model)
             outcomes.append(({k: v.clone() for k, v in state.items()}, model.losses, trainer.global_step))
         (whole, losses, steps), (resumed, again, steps_again) = outcomes

@@ -135,7 +135,7 @@ def differences(rank, world_size, folder, kind, mode, options, epochs=2):
         loaders = sg.CombinedLoader(LOADERS[kind](), mode, MODES[mode])
         trainer = sg.Trainer(**QUIET | {"devices": world_size, "max_epochs": epochs, "callbacks": callbacks} | options)
         trainer.fit(model, loaders, ckpt_path=ckpt_path)
-        with trainer.run.making_whole():
+        with trainer.run.gathered_state():
             return model.seen, {k: v.clone() for k, v in trainer.run.ask("model_state", module=model).items()}
 
     saver = SaveWithin(folder, epochs)

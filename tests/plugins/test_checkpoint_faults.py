@@ -21,7 +21,7 @@ from stratagem.errors import CheckpointError, StratagemError
 from stratagem_checkpoints import shards as writing
 from stratagem_testing import run_in_processes
 from stratagem_testing.processes import ProcessesFailed
-from stratagem_trainer.checkpoint_files import newest_whole, read_any
+from stratagem_trainer.checkpoint_files import newest_complete, read_any
 
 CALLS = ("pwrite", "fsync", "rename", "replace", "open", "mkdir", "truncate", "unlink", "rmdir")
 FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}
@@ -110,7 +110,7 @@ def test_killed_at_every_call_of_a_save_there_is_always_a_whole_one(checkpoint, 
         with pytest.raises(ProcessesFailed, match="ended with -9"):
             run_in_processes(_save, ranks, checkpoint, path, done + 1, victim, at)
         assert FORMATS[checkpoint]().is_whole(path), f"killed at call {at} of {calls}"
-        assert newest_whole(tmp_path, FORMATS[checkpoint]()) == path
+        assert newest_complete(tmp_path, FORMATS[checkpoint]()) == path
         assert value_of(path) in (done, done + 1)
         done = value_of(path)
     run_in_processes(_save, ranks, checkpoint, path, 99)

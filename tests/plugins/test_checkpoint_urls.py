@@ -22,7 +22,7 @@ from stratagem.runtime.state_io import read_checkpoint
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
-from stratagem_trainer.checkpoint_files import newest_whole, read_any
+from stratagem_trainer.checkpoint_files import newest_complete, read_any
 
 pytestmark = pytest.mark.xdist_group("one server")
 
@@ -252,7 +252,7 @@ def test_the_callback_keeps_its_checkpoints_at_a_url(tmp_path):
     trainer = sg.Trainer(max_epochs=3, callbacks=[callback], **arguments)
     trainer.fit(Scheduled(), joined_batches(2, 24))
     assert names_in("memory://kept") == ["epoch=2-step=6.ckpt", "last.ckpt"]
-    assert newest_whole(as_path("memory://kept"), ShardedCheckpoint()) == as_path("memory://kept/last.ckpt")
+    assert newest_complete(as_path("memory://kept"), ShardedCheckpoint()) == as_path("memory://kept/last.ckpt")
 
     again = sg.Trainer(max_epochs=4, callbacks=[ModelCheckpoint(dirpath="memory://kept", save_last=True)], **arguments)
     again.fit(Scheduled(), joined_batches(2, 24), ckpt_path="last")

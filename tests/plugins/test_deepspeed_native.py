@@ -90,7 +90,7 @@ def trainer_of(world_size, strategy, **arguments):
 def everything(trainer):
     """Return what training has made, whole."""
     run = trainer.run
-    with run.making_whole():
+    with run.gathered_state():
         optimizer = run.ask("optimizer_state", optimizer=run.optimizers[0], module=trainer.module)
     kept = run.stack.strategy.state_dict()
     return {"weights": weights_of(trainer), "optimizer": optimizer, "steps": trainer.global_step, "engine": kept}

@@ -281,7 +281,7 @@ def _loop(rank, size, uses, steps):
                 run.backward(loss_of(model(x), y))
                 run.optimizer_step(optimizer)
                 optimizer.zero_grad()
-            with run.making_whole():
+            with run.gathered_state():
                 kept.update(run.ask("model_state", module=module))
 
     said = outcome(train)

@@ -85,7 +85,7 @@ def _fit(rank, world_size, strategy, options, kind, begin, folder):
         trainer.save_checkpoint(f"{folder}/full.ckpt")
         if options.get("adapters", True):
             trainer.save_checkpoint(f"{folder}/part.ckpt", trainable_only=True)
-    with trainer.run.making_whole():
+    with trainer.run.gathered_state():
         weights = trainer.run.ask("model_state", module=model)
     return {name: value.clone() for name, value in weights.items()}, trainer.callback_metrics["length"]
 

@@ -17,7 +17,7 @@ import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import FullCheckpoint
 from stratagem_testing.reference import Net, joined_batches
-from stratagem_trainer.checkpoint_files import newest_whole
+from stratagem_trainer.checkpoint_files import newest_complete
 
 
 class Wide(Net):
@@ -39,7 +39,7 @@ def train(folder, resume):
 def wait_for_another(folder, limit_s=90):
     """Wait until there is a whole checkpoint that was not there before."""
     before, deadline = set(folder.glob("*.ckpt")), time.monotonic() + limit_s
-    while not set(folder.glob("*.ckpt")) - before or newest_whole(folder, FullCheckpoint()) is None:
+    while not set(folder.glob("*.ckpt")) - before or newest_complete(folder, FullCheckpoint()) is None:
         assert time.monotonic() < deadline, "nothing is saved"
         time.sleep(0.01)
 
@@ -64,7 +64,7 @@ def test_killed_at_twenty_random_moments(tmp_path):
         _, status = os.waitpid(child, 0)
 
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "it was not killed: it could not resume"
-        whole = newest_whole(tmp_path / "checkpoints", FullCheckpoint())
+        whole = newest_complete(tmp_path / "checkpoints", FullCheckpoint())
         assert whole is not None
         steps.append(torch.load(whole, weights_only=True)["loop"]["global_step"])
 

@@ -15,7 +15,7 @@ import torch
 import stratagem as sg
 from programs import scripts
 from stratagem.api.world import Collectives
-from stratagem.runtime.launching import carry_out
+from stratagem.runtime.launching import run_main
 from stratagem_peer_diagnosis import failure_reports
 from stratagem_testing import run_in_processes
 from stratagem_testing.machine import _processes_with
@@ -97,7 +97,7 @@ def _leave_out(rank, world_size, names):
         else:
             act = RUN_CALLS.get(name) or (lambda run, call=CALLS[name]: call(run.collectives))
             begun = time.monotonic()
-            call = functools.partial(carry_out, run, functools.partial(_with, act, run))
+            call = functools.partial(run_main, run, functools.partial(_with, act, run))
             said[name] = _outcome(call), time.monotonic() - begun
             board.put("told", "")
         run.close()

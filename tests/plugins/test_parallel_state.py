@@ -190,7 +190,7 @@ def _load(rank, world_size, path, kind):
             assert not name.is_meta
             assert entry
         step(model, optimizer, seed=5)
-        with run.making_whole():
+        with run.gathered_state():
             state = {
                 "state_dict": run.ask("model_state", module=model),
                 "optimizers": [run.ask("optimizer_state", optimizer=optimizer, module=model)],

@@ -124,7 +124,8 @@ def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
 
     `module` is a `StepModule`, whose forward runs ``training_step``, ``validation_step`` and so on. So an engine
     with hooks on ``forward`` covers the whole step. Outer strategies wrap. Called for every stage (``run.stage``).
-    One that replaces parameters calls ``stratagem.api.parameters.take_place``, which keeps what users attached to them.
+    One that replaces parameters calls ``stratagem.api.parameters.replace_parameter``, which keeps what users attached
+    to them.
     """
 
 

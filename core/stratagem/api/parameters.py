@@ -22,7 +22,7 @@ _ALLOWED: Final = {Tensor.dim, Tensor.numel, Tensor.size, Tensor.is_complex, Ten
 }
 
 
-def take_place(new: nn.Parameter, old: nn.Parameter) -> None:
+def replace_parameter(new: nn.Parameter, old: nn.Parameter) -> None:
     """Let `new`, such as a shard, take the place of `old` in a model: call it when `old` is no longer needed.
 
     `new` gets the attributes of `old` and the hooks on its gradient. Whoever still holds `old`, in a list say, and

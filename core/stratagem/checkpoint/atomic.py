@@ -45,7 +45,7 @@ class StagedFolder:
                 f"{target} exists and is not a checkpoint of this format", do="choose another path; nothing was changed"
             )
         self._replaced = files_of(target) if target.exists() else set()
-        _clear_away_what_was_killed(target.parent, self.path)
+        _delete_leftovers(target.parent, self.path)
         try:
             self.path.mkdir()
             self._claim = claim(self.path)
@@ -159,7 +159,7 @@ def _retire(path: Path) -> Path:
     return retired
 
 
-def _clear_away_what_was_killed(parent: Path, wanted: Path) -> None:
+def _delete_leftovers(parent: Path, wanted: Path) -> None:
     """Delete the temporary folders that no running process claims; raise if that fails for `wanted`."""
     for left in parent.glob(".*.staged"):
         with contextlib.suppress(*() if left == wanted else (OSError,)):

@@ -51,7 +51,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callab
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
-        _clear_away_what_was_killed(path)
+        _delete_leftovers(path)
         with create_beside(path) as file, _claimed(staged := Path(file.name)):
             hashing = _HashingFile(file, hasher())
             hashing.fill(write)
@@ -200,7 +200,7 @@ def _claimed(path: Path) -> Claim:
     return claimed
 
 
-def _clear_away_what_was_killed(path: Path) -> None:
+def _delete_leftovers(path: Path) -> None:
     """Delete the temporary files of `path` that no process writes any more."""
     begin, names = f"{path.name}.", []
     with contextlib.suppress(PermissionError):  # one may write to a folder without listing it

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stratagem.api.json_tree import decode, encode
-from stratagem.checkpoint.state_checks import check_rank, together
+from stratagem.checkpoint.state_checks import check_rank, on_all_ranks
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def states_of_ranks(run: RunContext, state: Callable[[], Mapping[str, Any]]) -> 
         mine = dict(state())
         return mine, b"" if whole else _encoded(mine, f"ranks[{collectives.rank}]")
 
-    mine, content = together(collectives, encoded, Exception)
+    mine, content = on_all_ranks(collectives, encoded, Exception)
     if whole:
         return collectives.all_gather_object(mine)
     lengths = torch.stack(collectives.all_gather(torch.tensor(len(content)))).tolist()

@@ -190,7 +190,7 @@ def check_similar(now: Any, state: Any, where: str) -> None:
 
 
 @contextlib.contextmanager
-def applying(where: str) -> Iterator[None]:
+def errors_naming(where: str) -> Iterator[None]:
     """Turn errors of code that applies a state it does not expect into a `CheckpointError` that names `where`."""
     try:
         yield
@@ -207,7 +207,7 @@ def applying(where: str) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def together(collectives: Any, act: Callable[[], _T], errors: type[Exception] = CheckpointError) -> _T:
+def on_all_ranks(collectives: Any, act: Callable[[], _T], errors: type[Exception] = CheckpointError) -> _T:
     """Return what `act` returns, which calls no collectives; where one rank raises one of `errors`, all ranks raise."""
     value, error = cast("_T", None), None
     try:
@@ -218,9 +218,9 @@ def together(collectives: Any, act: Callable[[], _T], errors: type[Exception] = 
     return value
 
 
-def from_first(collectives: Any, act: Callable[[], _T], errors: type[Exception] = CheckpointError) -> _T:
-    """Return what `act` returns on rank 0, which calls no collectives; as `together`, if it raises one of `errors`."""
-    value = together(collectives, lambda: act() if collectives.rank == 0 else None, errors)
+def on_first_rank(collectives: Any, act: Callable[[], _T], errors: type[Exception] = CheckpointError) -> _T:
+    """Return what `act` returns on rank 0, which calls no collectives; if it raises one of `errors`, all do."""
+    value = on_all_ranks(collectives, lambda: act() if collectives.rank == 0 else None, errors)
     return cast("_T", collectives.broadcast_object(value))
 
 

@@ -417,7 +417,7 @@ class Context:
             log(metrics=metrics, step=step, run=self)
 
     @contextlib.contextmanager
-    def making_whole(self) -> Iterator[None]:
+    def gathered_state(self) -> Iterator[None]:
         """Within: `model_state` and `optimizer_state` are whole on every rank, whatever the checkpoint format takes."""
         before = self.whole_state, self.hands_over
         self.whole_state = self.hands_over = True

@@ -37,7 +37,7 @@ def launch(run: R, main: Callable[[R], Any], module: nn.Module | None = None) ->
     if EXPLAIN_VARIABLE in os.environ:
         _explain_and_stop(run, module)
     if run.connected:
-        return carry_out(run, main)
+        return run_main(run, main)
     body = _ProcessBody(run, main)
     environment, launcher = run.stack.environment.plugin, run.stack.launcher.plugin
     alone = run.num_processes * run.stack.num_nodes == 1 and launcher.parent_trains
@@ -63,7 +63,7 @@ def _whole_world(run: Context, num_nodes: int) -> World:
     return World(world_size=run.num_processes * num_nodes, local_world_size=run.num_processes, num_nodes=num_nodes)
 
 
-def carry_out(run: R, main: Callable[[R], Any]) -> Any:
+def run_main(run: R, main: Callable[[R], Any]) -> Any:
     """Return what ``main(run)`` returns; if another rank makes it fail, say which one and how."""
     run.collectives.failed = False
     try:
@@ -112,7 +112,7 @@ class _ProcessBody:
         if self.random_state is not None:
             restore_random_state(self.random_state, run.devices)
         try:
-            return carry_out(run, self.main)
+            return run_main(run, self.main)
         finally:
             if run.is_worker:
                 run.close()

@@ -17,11 +17,11 @@ from stratagem.api.paths import as_path
 from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.state_checks import (
-    applying,
     check_optimizer,
     check_weights_fit,
-    from_first,
-    together,
+    errors_naming,
+    on_all_ranks,
+    on_first_rank,
     with_new_options,
 )  # fmt: skip
 from stratagem.checkpoint.tensor_memory import collecting, with_own_extras, with_own_memory
@@ -31,7 +31,7 @@ from stratagem.runtime.handles import ModelHandle
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.stack import identity
 from stratagem.stack.formats import check_is_not_folder, format_named, name_of_format, read_with
-from stratagem.stack.identity import matched, warn_of_differences
+from stratagem.stack.identity import match_keys, warn_of_differences
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -59,7 +59,7 @@ def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     state = {
         "state_dict": weights,
         "optimizers": of_optimizers,
-        "plugins": {key: plugin.state_dict() for key, plugin in identity.keyed(run.stack, "state_dict")},
+        "plugins": {key: plugin.state_dict() for key, plugin in identity.plugins_by_key(run.stack, "state_dict")},
         "ranks": states_of_ranks(run, lambda: {"plugins": rank_states(run)}),
         "values": values,
         "format": format_tag(run.stack),
@@ -77,7 +77,7 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     load_optimizers(run, list(state.pop("optimizers", [])), optimizers, module, state["state_dict"], path)
     identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
     ranks = ranks_in(state, path)
-    together(run.collectives, lambda: [ranks[number] for number in range(run.rank, len(ranks), run.world_size)])
+    on_all_ranks(run.collectives, lambda: [ranks[number] for number in range(run.rank, len(ranks), run.world_size)])
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
     load_rank_states(run, ranks)
@@ -87,17 +87,17 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
 
 def rank_states(run: StatefulRun) -> dict[str, Any]:
     """Return the states of plugins that differ between ranks: those of this rank."""
-    return {key: plugin.rank_state(run) for key, plugin in identity.keyed(run.stack, "rank_state")}
+    return {key: plugin.rank_state(run) for key, plugin in identity.plugins_by_key(run.stack, "rank_state")}
 
 
 def load_rank_states(run: StatefulRun, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Give plugins their states on each of `ranks`, the ranks that saved. Collective."""
-    plugins = dict(identity.keyed(run.stack, "rank_state"))
+    plugins = dict(identity.plugins_by_key(run.stack, "rank_state"))
     if not plugins:
         return
     saved = [rank.get("plugins", {}) for rank in ranks]
     on_all = [key for key in saved[0] if all(key in each for each in saved)] if saved else []
-    for key, saved_as in matched(plugins, on_all).items():
+    for key, saved_as in match_keys(plugins, on_all).items():
         plugins[key].load_rank_states([each[saved_as] for each in saved], run)
 
 
@@ -116,7 +116,7 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
             check_is_not_folder(path)
         return name
 
-    other = from_first(run.collectives, other_format)  # so that all ranks do the same
+    other = on_first_rank(run.collectives, other_format)  # so that all ranks do the same
     state = run.ask("load_checkpoint", path=path) if other is None else read_with(format_named(other), path, run)
     check_version(state, path)
     return with_own_memory(state)
@@ -151,9 +151,9 @@ def load_model(
             run.whole_state = whole
         # Other ranks than the first may have no values.
         is_first, names = run.is_global_zero, strict
-        strict = together(run.collectives, lambda: check_part(state, frozen, own, module, names, path, is_first))
+        strict = on_all_ranks(run.collectives, lambda: check_part(state, frozen, own, module, names, path, is_first))
     state = with_own_extras(state, module)
-    with applying(f"{path}: state_dict"):
+    with errors_naming(f"{path}: state_dict"):
         run.ask("load_model_state", state=state, module=module, strict=strict)
 
 
@@ -173,7 +173,7 @@ def load_optimizers(run: StatefulRun, states: list[dict[str, Any]], optimizers: 
         if _is_logical(filled):
             filled = _with_new_options(run, filled, optimizer, where)
             filled["state"] = dict(filled["state"])  # what answers the hook may take entries out of it
-        with applying(where):
+        with errors_naming(where):
             run.ask("load_optimizer_state", state=filled, optimizer=optimizer, module=module)
 
 

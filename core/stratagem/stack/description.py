@@ -51,7 +51,7 @@ def describe(stack: Stack, settings: RunSettings) -> dict[str, Any]:
                 "reason": choice.reason,
                 "options": [{"name": name} | option for name, option in _options(choice, _as_text).items()],
                 **traits(getattr(choice.plugin, "capabilities", None), hook_implementations(choice.plugin)),
-                "stands_down": stack.precision_absorbed and choice is stack.precision,
+                "absorbed": stack.precision_absorbed and choice is stack.precision,
             }
             for choice in stack.choices()
         ],

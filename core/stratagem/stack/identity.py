@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.api.kinds import keeps_state
 from stratagem.api.options import options_key
 from stratagem.checkpoint.rank_rows import ranks_in
-from stratagem.checkpoint.state_checks import applying, check_similar
+from stratagem.checkpoint.state_checks import check_similar, errors_naming
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 
@@ -55,7 +55,7 @@ def _default_key(plugin: Any) -> str:
     return class_key(type(plugin)) + options
 
 
-def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
+def plugins_by_key(stack: Stack, method: str) -> list[tuple[str, Any]]:
     """Return the plugins of `stack` that have `method`, such as "state_dict", each with its key."""
     found: dict[str, Any] = {}
     for choice in stack.active():
@@ -80,15 +80,15 @@ def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
 
 def restore(stack: Stack, saved: Mapping[str, Any]) -> None:
     """Apply the states in `saved` to the plugins of `stack` that they belong to."""
-    plugins = dict(keyed(stack, "state_dict"))
-    for key, saved_as in matched(plugins, saved).items():
+    plugins = dict(plugins_by_key(stack, "state_dict"))
+    for key, saved_as in match_keys(plugins, saved).items():
         where = f"the checkpoint's state of {key}"
-        with applying(where):
+        with errors_naming(where):
             check_similar(plugins[key].state_dict(), saved[saved_as], where)
             plugins[key].load_state_dict(saved[saved_as])
 
 
-def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
+def match_keys(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
     """Return for each key of `wanted` the matching key in `saved`, if there is one; see [Note: state keys]."""
     saved = list(saved)
     found = {key: key for key in wanted if key in saved}
@@ -106,8 +106,8 @@ def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
     Warn as well of a plugin that was in the run that saved, and has no state in the checkpoint.
     """
     saved = _saved(state)
-    here = {key: plugin for method in _METHODS for key, plugin in keyed(stack, method)}
-    found = matched(here, saved)
+    here = {key: plugin for method in _METHODS for key, plugin in plugins_by_key(stack, method)}
+    found = match_keys(here, saved)
     left = [key for key in saved if key not in found.values() and not _is_empty(saved[key])]
     choices = {id(choice.plugin): choice for choice in stack.choices()}
     lacking = {id(plugin): choices[id(plugin)] for key, plugin in here.items() if key not in found}.values()

@@ -22,7 +22,7 @@ from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.paths import modified_at, replacing
 from stratagem.checkpoint.atomic import StagedFolder, remove_folder, writing
 from stratagem.checkpoint.files import publish_file, remove_file, verify_file
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.cpu_copies import CPUCopies
 
@@ -94,14 +94,14 @@ class FileLayout(Layout):
             finally:
                 copies.wait()
 
-        return together(run.collectives, lambda: content() if run.is_global_zero else None)
+        return on_all_ranks(run.collectives, lambda: content() if run.is_global_zero else None)
 
     def write(self, plan: Any, path: Path, collectives: Collectives) -> None:
         def publish() -> None:
             if plan is not None:
                 publish_file(path, plan, xxhash.xxh3_128)
 
-        together(collectives, publish)
+        on_all_ranks(collectives, publish)
 
     @hookimpl
     def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class FileLayout(Layout):
             self.verify_sum(path)
             return self.state_in(path)
 
-        return together(run.collectives, read)
+        return on_all_ranks(run.collectives, read)
 
     def verify(self, path: Path) -> bool:
         return self.verify_sum(path) or self.is_readable(path)
@@ -148,7 +148,7 @@ class FolderLayout(Layout):
     manifest: ClassVar[str]
 
     def plan(self, state: dict[str, Any], path: Path, run: RunContext) -> Any:
-        plan = together(run.collectives, lambda: self.planned(state, path, run))
+        plan = on_all_ranks(run.collectives, lambda: self.planned(state, path, run))
         plan.divide(run.collectives)
         if self.async_save:
             self._memory = plan.copy(self._memory)
@@ -168,7 +168,7 @@ class FolderLayout(Layout):
             staged.publish()
 
         def step(act: Callable[[], Any]) -> Any:
-            return together(collectives, writing(path)(act))
+            return on_all_ranks(collectives, writing(path)(act))
 
         try:
             step(lambda: begin() if is_first else None)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def shared_file(path: Path, size: int, run: RunContext) -> Iterator[Path]:
                     file.truncate(size)
             return name
 
-        name = together(run.collectives, lambda: create() if is_first else None)
+        name = on_all_ranks(run.collectives, lambda: create() if is_first else None)
         names = {node: each for node, each in run.collectives.all_gather_object((node, name)) if each}
         yield Path(names[node])
 

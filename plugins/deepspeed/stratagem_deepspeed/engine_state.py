@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, folder
 from stratagem_deepspeed import state as logical
@@ -75,7 +75,7 @@ def load_model(held: EngineState, engine: Any, zero: Any, module: nn.Module, str
         _read_into(engine, held, zero, strict, run)
         return
     read = folder.as_data()(functools.partial(consolidation.weights, held.path, folder.TAG, held.facts))
-    whole = together(run.collectives, read)
+    whole = on_all_ranks(run.collectives, read)
     logical.load_model_state(whole, module, zero, strict)
 
 

@@ -22,7 +22,7 @@ from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder, writing
 from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.rank_rows import gathered
-from stratagem.checkpoint.state_checks import from_first, together
+from stratagem.checkpoint.state_checks import on_all_ranks, on_first_rank
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, engine_state, folder
 from stratagem_deepspeed.engine_state import EngineState
@@ -63,7 +63,7 @@ class DeepSpeedFormat(CheckpointFormat):
             return held, rest
 
         try:
-            _write(*together(run.collectives, begun), staged, run)
+            _write(*on_all_ranks(run.collectives, begun), staged, run)
         finally:
             staged.clear_away()
         return True
@@ -79,8 +79,8 @@ class DeepSpeedFormat(CheckpointFormat):
             folder.verify(path, facts, run.rank, run.world_size)
             return _read_rest(path) if run.is_global_zero else None
 
-        facts = from_first(run.collectives, fitting)
-        rest: dict[str, Any] = run.collectives.broadcast_object(together(run.collectives, verified))
+        facts = on_first_rank(run.collectives, fitting)
+        rest: dict[str, Any] = run.collectives.broadcast_object(on_all_ranks(run.collectives, verified))
         held = EngineState(engine_state.without_values(facts["tensors"]), facts, path=path)
         return rest | {"state_dict": held, "optimizers": [held]}
 
@@ -205,8 +205,8 @@ def _write(held: EngineState, rest: dict[str, Any], staged: StagedFolder, run: R
         folder.write_manifest(staged.path, facts | {"files": files})
         staged.publish()
 
-    everybody = run.collectives.all_gather_object(together(run.collectives, sealed))
-    together(run.collectives, lambda: publish() if run.is_global_zero else None)
+    everybody = run.collectives.all_gather_object(on_all_ranks(run.collectives, sealed))
+    on_all_ranks(run.collectives, lambda: publish() if run.is_global_zero else None)
 
 
 def _unwritable(error: Exception, path: Path) -> CheckpointError:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.api.parameters import take_place
+from stratagem.api.parameters import replace_parameter
 from stratagem.errors import ConfigError
 from stratagem_deferred_init.meta_init import INITIAL, RESETS, is_cut
 
@@ -55,7 +55,7 @@ class Materializer:
                 filled = type(parameter)(values, requires_grad=parameter.requires_grad)
                 self._made[id(parameter)] = (parameter, filled)  # keeps the first alive: no other gets its id
                 fresh.append((name, filled, getattr(parameter, INITIAL, None)))
-                take_place(filled, parameter)
+                replace_parameter(filled, parameter)
                 filled.__dict__.pop(INITIAL, None)
             setattr(module, name, filled)
         self._initialize(module, tied, fresh)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.api.parameters import take_place
+from stratagem.api.parameters import replace_parameter
 from stratagem.errors import ConfigError
 from stratagem_sharding.param_groups import param_groups
 from stratagem_sharding.shards import local, shard_like
@@ -38,7 +38,7 @@ def follow(group: Any, whole: Mapping[tuple[nn.Module, str], nn.Parameter | None
         old, shard = whole[each._module_info.module, each._module_info.param_name], each.sharded_param
         assert old is not None, "it was sharded"
         of_torch = set(shard.__dict__)
-        take_place(shard, old)
+        replace_parameter(shard, old)
         attributes[each] = {key: value for key, value in shard.__dict__.items() if key not in of_torch}
     group.wait_for_unshard = functools.partial(_gather, group, attributes)
 

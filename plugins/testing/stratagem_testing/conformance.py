@@ -25,7 +25,7 @@ from stratagem.api.kinds import keeps_state
 from stratagem.api.options import convert_options, options, redact
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.stack.identity import keyed, matched
+from stratagem.stack.identity import match_keys, plugins_by_key
 from stratagem.stack.plugins import Choice
 from stratagem_plugin_checks import check_class
 from stratagem_testing import state
@@ -233,7 +233,7 @@ class Conformance:
         for method, (name, other) in itertools.product(self._state_methods(), changed(plugin)):
             [saved], [wanted] = self._keys(method, plugin), self._keys(method, other)
             said = f"saved as {saved!r}; with another {name} loaded as {wanted!r}; leave {name} out of `state_key`"
-            assert matched([wanted], [saved]), said
+            assert match_keys([wanted], [saved]), said
 
     def test_states_of_two_are_not_exchanged(self) -> None:
         """Two plugins of the class that differ in an option keep their state when they are listed in another order."""
@@ -243,7 +243,7 @@ class Conformance:
         for method, (name, other) in itertools.product(self._state_methods(), changed(plugin)):
             first, second = self._keys(method, plugin, other)
             at_second, at_first = self._keys(method, *copy.deepcopy((other, plugin)))
-            found = matched([at_second, at_first], [first, second])
+            found = match_keys([at_second, at_first], [first, second])
             assert found == {at_first: first, at_second: second}, (
                 f"two with different {name} are saved as {first!r} and {second!r}, "
                 f"and in another order loaded as {at_first!r} and {at_second!r}; `state_key` must tell them apart"
@@ -292,7 +292,7 @@ class Conformance:
         """Return the keys under which the states of `plugins`, in this order, are saved."""
         choices = [SimpleNamespace(kind=self.kind, plugin=plugin) for plugin in plugins]
         stack: Any = SimpleNamespace(active=lambda: choices)
-        return [key for key, _ in keyed(stack, method)]
+        return [key for key, _ in plugins_by_key(stack, method)]
 
 
 def changed(plugin: Any) -> Iterator[tuple[str, Any]]:

@@ -87,7 +87,7 @@ def shared_loader(trainer: sg.Trainer, batches: list[Batch]) -> DataLoader[Any]:
 
 def weights_of(trainer: sg.Trainer) -> dict[str, Tensor]:
     """Return the whole model by plain names, on every rank. Collective."""
-    with trainer.run.making_whole():
+    with trainer.run.gathered_state():
         state = trainer.run.ask("model_state", module=trainer.module)
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 

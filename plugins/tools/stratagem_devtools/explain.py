@@ -74,7 +74,7 @@ class Explain(Command):
             for title in ("provides", "requires", "conflicts", "answers", "wraps", "acts"):
                 if plugin[title]:
                     lines.append(f"|   {title}: {', '.join(plugin[title])}")
-            if plugin["stands_down"]:
+            if plugin["absorbed"]:
                 lines.append("|   its hooks are not called: the strategy applies this precision itself")
         return "\n".join(lines)
 

@@ -31,7 +31,7 @@ from stratagem.stack.formats import (
 _NOT_CHECKPOINTS = (STAGED, ".sum")
 
 
-def newest_whole(
+def newest_complete(
     folder: Path, checkpoint_format: CheckpointFormat, accept: Callable[[Path], bool] | None = None
 ) -> Path | None:
     """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.

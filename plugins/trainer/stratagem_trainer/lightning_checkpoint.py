@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.seeding import random_state
-from stratagem.checkpoint.state_checks import applying
+from stratagem.checkpoint.state_checks import errors_naming
 from stratagem.errors import CheckpointError
 from stratagem.stack import identity
 from stratagem_trainer.combined_loader import CombinedLoader
@@ -59,9 +59,9 @@ def translated(fit: FitState, state: dict[str, Any], path: Any) -> dict[str, Any
         return result
     taken, left = ["weights"], list(state.pop("left_out", ()))
     result["format"] = {"name": "lightning", "lightning": str(version)}
-    with applying(f"{path}: loops"):
+    with errors_naming(f"{path}: loops"):
         position, feed = _position(fit, state)
-    with applying(f"{path}: optimizer_states"):
+    with errors_naming(f"{path}: optimizer_states"):
         result["optimizers"] = [
             _by_name(fit, number, saved, f"{path}: optimizer_states[{number}]")
             for number, saved in enumerate(state.pop("optimizer_states"))
@@ -73,7 +73,7 @@ def translated(fit: FitState, state: dict[str, Any], path: Any) -> dict[str, Any
         f"optimizer states ({len(result['optimizers'])})", f"scheduler states ({len(result['lr_schedulers'])})",
         f"progress (epoch {position.epoch}, batch {position.batches_done}, step {position.global_step})",
     ]  # fmt: skip
-    with applying(f"{path}: callbacks"):
+    with errors_naming(f"{path}: callbacks"):
         result["callbacks"], unused = _callbacks(fit, state, average)
     result["plugins"] = _loss_scale(fit, state)
     taken += [f"state of {_title(key)}" for key in (*result["callbacks"], *result["plugins"])]
@@ -167,7 +167,7 @@ def _callbacks(
     """
     saved = {key: value for key, value in state.get("callbacks", {}).items() if value}
     found: dict[str, Any] = {}
-    for key, plugin in identity.keyed(fit.run.stack, "state_dict"):
+    for key, plugin in identity.plugins_by_key(fit.run.stack, "state_dict"):
         if not key.startswith("callback."):
             continue
         classes = [cls.__name__ for cls in type(plugin).__mro__]
@@ -252,7 +252,7 @@ def _scalers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loss_scale(fit: FitState, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of this run's precision, if both it and the checkpoint scale losses."""
-    scales = {key: plugin.state_dict() for key, plugin in identity.keyed(fit.run.stack, "state_dict")}
+    scales = {key: plugin.state_dict() for key, plugin in identity.plugins_by_key(fit.run.stack, "state_dict")}
     return {key: saved for saved in _scalers(state).values() for key, own in scales.items() if "scale" in own}
 
 

@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.checkpoint.state_checks import from_first
+from stratagem.checkpoint.state_checks import on_first_rank
 from stratagem.errors import StratagemError, shown
 from stratagem.runtime import state_io
 from stratagem_trainer import trainer_state
@@ -50,4 +50,4 @@ def read_own_checkpoint(fit: FitState, ckpt_path: str | Path | None) -> tuple[Pa
 def _newest(fit: FitState, others: set[Path]) -> Path | None:
     """Return the newest checkpoint that is not in `others`, the same on all ranks."""
     newest = functools.partial(trainer_state.newest_in, fit, accept=lambda path: path not in others)
-    return from_first(fit.run.collectives, newest, StratagemError)
+    return on_first_rank(fit.run.collectives, newest, StratagemError)

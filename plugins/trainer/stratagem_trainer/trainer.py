@@ -376,7 +376,7 @@ class Trainer(View):
             if model is not state.module:
                 state.position, state.train_batches, state.outcome.newest_checkpoint = Position(), None, None
             elif ckpt_path is None:
-                with self.run.making_whole():
+                with self.run.gathered_state():
                     held = trainer_state.dump_optimizers(state) if self.run.optimizers else None
                     request.worker_state = state.worker_state or held
         outer = model.__dict__.get("_fit")

@@ -17,7 +17,7 @@ from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
-from stratagem.checkpoint.state_checks import applying, check_weights_fit, from_first, together
+from stratagem.checkpoint.state_checks import check_weights_fit, errors_naming, on_all_ranks, on_first_rank
 from stratagem.checkpoint.trained_part import trained_part
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.runtime import default_hooks, state_io
@@ -26,7 +26,7 @@ from stratagem.stack import identity
 from stratagem.stack.formats import format_of, read_with
 from stratagem.stack.identity import warn_of_differences
 from stratagem_trainer.api import has_role
-from stratagem_trainer.checkpoint_files import newest_whole, saved_at
+from stratagem_trainer.checkpoint_files import newest_complete, saved_at
 from stratagem_trainer.datamodule import DataModule
 from stratagem_trainer.hyperparameters import stored_hyperparameters
 from stratagem_trainer.module import BUILT, build, overrides
@@ -73,7 +73,7 @@ def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False
         state["datamodule"] = fit.datamodule.state_dict()
     if trained_elsewhere and fit.worker_state is not None:
         return state | fit.worker_state
-    plugins = {key: plugin.state_dict() for key, plugin in identity.keyed(fit.run.stack, "state_dict")}
+    plugins = {key: plugin.state_dict() for key, plugin in identity.plugins_by_key(fit.run.stack, "state_dict")}
     if (job := run.environment.job()) is not None:
         state["job"] = job
     return (
@@ -137,7 +137,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
         raise CheckpointError(f"{path} has no 'loop'", expected="all that a fit saves", do="use another checkpoint")
     resumes = "loop" in state and "optimizers" in state
     if resumes:
-        together(run.collectives, lambda: _check(fit, state, path))
+        on_all_ranks(run.collectives, lambda: _check(fit, state, path))
     state_io.load_model(run, state["state_dict"], fit.module, fit.module.strict_loading, path, state.get("frozen"))
     state["state_dict"] = state_io.outlines(state["state_dict"])
     if "loop" in state and not resumes and run.is_global_zero:
@@ -148,14 +148,14 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
         return
     restore_optimizers(fit, state, path)
     position.load_state_dict(state["loop"])
-    together(run.collectives, lambda: restore_plugins(fit, state))
+    on_all_ranks(run.collectives, lambda: restore_plugins(fit, state))
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
     ranks = ranks_in(state, path)
     mine = with_the_same_samples(ranks, run.mesh)
     if mine is not None:
         restore_buffers(fit.module, mine["buffers"])
-    with applying(f"{path}: ranks"):
+    with errors_naming(f"{path}: ranks"):
         state_io.load_rank_states(run, ranks)
     fit.published.update(ranks[0]["callback_metrics"])
     if mine is None:
@@ -165,10 +165,10 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     fit.published.update(mine["callback_metrics"])
 
     def load_metrics() -> None:
-        with applying(f"{path}: ranks[{run.rank % len(ranks)}].metrics"):
+        with errors_naming(f"{path}: ranks[{run.rank % len(ranks)}].metrics"):
             fit.train_metrics.load_state_dict(mine["metrics"])
 
-    together(run.collectives, load_metrics)
+    on_all_ranks(run.collectives, load_metrics)
     if fit.train_batches is not None:
         fit.train_batches.resume(mine["feed"], mine["random"], position)
 
@@ -222,7 +222,7 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     try:
         for key in ("random", "epoch_start"):
             if mine[key] is not None:
-                with applying(f"{where}.{key}"):
+                with errors_naming(f"{where}.{key}"):
                     restore_random(mine[key])
     finally:
         restore_random(now)
@@ -247,7 +247,7 @@ def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the ch
     weights, optimizers = state.get("state_dict"), list(state.pop("optimizers"))
     state_io.load_optimizers(fit.run, optimizers, fit.run.optimizers, fit.module, weights, path)
     for number, (config, scheduler) in enumerate(zip(fit.lr_scheduler_configs, state["lr_schedulers"], strict=True)):
-        with applying(f"{path}: lr_schedulers[{number}]"):
+        with errors_naming(f"{path}: lr_schedulers[{number}]"):
             config.scheduler.load_state_dict(scheduler)
 
 
@@ -281,14 +281,14 @@ def find(fit: FitState, path: str | Path | None) -> Path | None:
     look = None if path is None else {"last": _last, "best": _best, "hpc": _preempted}.get(str(path))
     if look is None:
         return None if path is None else as_path(path)
-    return from_first(fit.run.collectives, lambda: look(fit))
+    return on_first_rank(fit.run.collectives, lambda: look(fit))
 
 
 def _best(fit: FitState) -> Path:
     if best := getattr(fit.trainer.checkpoint_callback, "best_model_path", ""):
         return as_path(best)
     for folder in _folders(fit):  # the callback of an earlier process has saved its path
-        newest = newest_whole(folder, fit.run.checkpoint_format)
+        newest = newest_complete(folder, fit.run.checkpoint_format)
         if newest is None:
             continue
         states = read_with(format_of(newest, fit.run.checkpoint_format), newest, SingleProcessRun()).get(
@@ -358,7 +358,7 @@ def newest_in(
 ) -> Path | None:
     """Return the newest whole checkpoint in `folders`, by default all of this run; None if there is none."""
     folders = _folders(fit) if folders is None else folders
-    return _newest_of(fit, [newest_whole(folder, fit.run.checkpoint_format, accept) for folder in folders])
+    return _newest_of(fit, [newest_complete(folder, fit.run.checkpoint_format, accept) for folder in folders])
 
 
 def _newest_of(fit: FitState, paths: list[Path | None]) -> Path | None:
@@ -384,7 +384,7 @@ class WorkerResult:
     @classmethod
     def pack(cls, fit: FitState, result: Any, fitted: bool) -> WorkerResult:
         """Collective."""
-        with fit.run.making_whole():  # the parent has no shards
+        with fit.run.gathered_state():  # the parent has no shards
             state = dump(fit, weights_only=not fitted)
         return cls(result, state, fit.published, fit.logged, fit.outcome)
 

@@ -40,8 +40,8 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
     saved = [tensor.detach().clone() for tensor in tensors]
     (optimizer,) = state.run.optimizers
     optimizer_state = copy.deepcopy(optimizer.state_dict())
-    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in identity.keyed(run.stack, "state_dict")
-               if not key.startswith("callback.")]  # fmt: skip
+    keyed = identity.plugins_by_key(run.stack, "state_dict")
+    plugins = [(each, copy.deepcopy(each.state_dict())) for key, each in keyed if not key.startswith("callback.")]
     ranks = [{"plugins": state_io.rank_states(run)}] * run.world_size  # each rank reads its part
     random, stage_metrics = train_batches.random_state(), state.stage_metrics
     modes = [(part, part.training) for part in module.modules()]

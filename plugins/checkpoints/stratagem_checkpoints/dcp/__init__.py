@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from stratagem.api import Collectives, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints import one_file
 from stratagem_checkpoints.cpu_copies import CPUCopies
@@ -62,9 +62,9 @@ class DCPCheckpoint(FolderLayout):
 
     @hookimpl
     def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
-        manifest, index = together(run.collectives, lambda: indexes.read_verified(path, run.rank, run.world_size))
+        manifest, index = on_all_ranks(run.collectives, lambda: indexes.read_verified(path, run.rank, run.world_size))
         tensors = tensors_of(path, index, run)
-        return together(run.collectives, lambda: _decoded(path, manifest, index, tensors))
+        return on_all_ranks(run.collectives, lambda: _decoded(path, manifest, index, tensors))
 
     def recognises(self, path: Path) -> bool:
         return not is_remote(path) and (path / INDEX).is_file()

@@ -26,7 +26,7 @@ import torch
 from attrs import frozen
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem_checkpoints.dcp.indexes import unreadable
 from stratagem_checkpoints.mapped_file import SMALL, mapped_tensors
 from stratagem_checkpoints.raw_bytes import begin_of_entry, chunks, opened, write_at
@@ -177,7 +177,7 @@ def tensors_of(path: Path, index: Metadata, run: RunContext) -> dict[str, torch.
                 tensors |= {name: _in_memory(parts, entries[name]) for name, parts in several.items()}
             return tensors, {} if is_alone else several
 
-    tensors, several = together(run.collectives, found)
+    tensors, several = on_all_ranks(run.collectives, found)
     return tensors | _shared(path, several, entries, run) if several else tensors
 
 
@@ -226,8 +226,8 @@ def _shared(
             return mapped_tensors(file, list(wanted.values()))
 
     with shared_file(path, end, run) as file:
-        together(run.collectives, lambda: fill(file))
-        return dict(zip(wanted, together(run.collectives, lambda: tensors_in(file)), strict=True))
+        on_all_ranks(run.collectives, lambda: fill(file))
+        return dict(zip(wanted, on_all_ranks(run.collectives, lambda: tensors_in(file)), strict=True))
 
 
 def _chunks(piece: Piece) -> Iterator[tuple[int, memoryview]]:

@@ -27,7 +27,7 @@ from attrs import define
 
 from stratagem.api import Collectives, hookimpl
 from stratagem.api.paths import is_remote
-from stratagem.checkpoint.state_checks import from_first, together
+from stratagem.checkpoint.state_checks import on_all_ranks, on_first_rank
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.engine import FolderLayout
 from stratagem_checkpoints.raw_bytes import opened, write_at
@@ -76,7 +76,7 @@ class ShardedCheckpoint(FolderLayout):
 
     @hookimpl
     def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
-        manifest = from_first(run.collectives, lambda: manifests.read_manifest(path))
+        manifest = on_first_rank(run.collectives, lambda: manifests.read_manifest(path))
         if is_remote(path) or manifests.files_of(manifest) - {TENSORS}:
             return assembled(path, manifest, run)
 
@@ -84,7 +84,7 @@ class ShardedCheckpoint(FolderLayout):
             manifests.verify(path, manifest, run.rank, run.collectives.world_size)  # each byte is read by one rank
             return mapped(path / TENSORS, manifest)
 
-        return together(run.collectives, read)
+        return on_all_ranks(run.collectives, read)
 
     def recognises(self, path: Path) -> bool:
         return manifests.has_tag(path)

@@ -12,7 +12,7 @@ import xxhash
 
 from stratagem.api import Collectives
 from stratagem.api.paths import publish_object, refusals
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.raw_bytes import size_of
 from stratagem_checkpoints.shards.manifests import MANIFEST, encoded, files_of, has_tag, read_manifest
@@ -26,13 +26,13 @@ def write(plan: Plan, path: Path, collectives: Collectives) -> None:
         CheckpointError: the store refuses, or ranks reach different ones; on all ranks.
     """
     is_first = plan.rank == 0
-    before = together(collectives, lambda: _earlier_files(path) if is_first else set[str]())
+    before = on_all_ranks(collectives, lambda: _earlier_files(path) if is_first else set[str]())
     save = collectives.broadcast_object(uuid.uuid4().hex[:12])
     mine = path / f"{save}-{plan.rank:05d}.bin"
     try:
-        written = together(collectives, lambda: _write_parts(plan, mine))
+        written = on_all_ranks(collectives, lambda: _write_parts(plan, mine))
         gathered = collectives.all_gather_object((mine.name, written))
-        together(collectives, lambda: _finish(plan, path, gathered) if is_first else None)
+        on_all_ranks(collectives, lambda: _finish(plan, path, gathered) if is_first else None)
     except Exception:
         _delete(path, {mine.name})
         raise

@@ -10,7 +10,7 @@ import torch
 
 from stratagem.api.json_tree import decode
 from stratagem.api.paths import refusals
-from stratagem.checkpoint.state_checks import together
+from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem.errors import CheckpointError
 from stratagem_checkpoints.mapped_file import mapped_tensors
 from stratagem_checkpoints.raw_bytes import opened, write_at
@@ -50,8 +50,8 @@ def assembled(path: Path, manifest: dict[str, Any], run: RunContext) -> dict[str
     assert run.world is not None, "set before collectives exist"
     rank, size = run.world.local_rank, run.world.local_world_size
     with shared_file(path, manifest["bytes"], run) as file:
-        together(run.collectives, lambda: _fill(file, path, manifest["pieces"][rank::size]))
-        return together(run.collectives, lambda: mapped(file, manifest))
+        on_all_ranks(run.collectives, lambda: _fill(file, path, manifest["pieces"][rank::size]))
+        return on_all_ranks(run.collectives, lambda: mapped(file, manifest))
 
 
 def _fill(target: Path, path: Path, pieces: list[dict[str, Any]]) -> None:

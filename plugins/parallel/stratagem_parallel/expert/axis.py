@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from stratagem.api.parameters import take_place
+from stratagem.api.parameters import replace_parameter
 from stratagem.errors import ConfigError, nearest
 from stratagem_parallel.expert.dispatch import DispatchedExperts
 from stratagem_parallel.placement import check_no_hooks
@@ -55,7 +55,7 @@ class ExpertAxis:
         rows = parameter.detach().chunk(self.over.world_size)[self.over.rank].clone()  # a view would keep all of them
         whole = DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False)
         part = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        take_place(part, parameter)
+        replace_parameter(part, parameter)
         return part
 
     @contextlib.contextmanager

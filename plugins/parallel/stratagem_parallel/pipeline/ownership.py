@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.api.parameters import take_place
+from stratagem.api.parameters import replace_parameter
 from stratagem_parallel.pipeline.stages import Cut
 
 
@@ -53,7 +53,7 @@ def forget_others(user: nn.Module, held: dict[str, frozenset[int]], rank: int) -
             if id(parameter) not in made:
                 values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 empty = made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                take_place(empty, parameter)
+                replace_parameter(empty, parameter)
                 kept.append(parameter)
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
         for name, buffer in list(module._buffers.items()):

@@ -196,7 +196,7 @@ def _train_in_own_loop(
                 norms.append(float(run.clip_gradients(optimizer, max_norm=clip)))
             run.optimizer_step(optimizer)
             optimizer.zero_grad()
-        with run.making_whole():
+        with run.gathered_state():
             state = run.ask("model_state", module=module)
         return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in state.items()}, "norms": norms}
 

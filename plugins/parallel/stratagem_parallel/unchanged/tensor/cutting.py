@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from stratagem.api.parameters import take_place
+from stratagem.api.parameters import replace_parameter
 from stratagem.errors import ConfigError
 from stratagem_parallel.placement import check_no_hooks
 from stratagem_parallel.plan import WHOLE
@@ -139,7 +139,7 @@ def cut(module: nn.Module, layers: Styled, line: Line, fill: Callable[[nn.Module
             made = _cut_parameter(whole, style.cuts[key], line)
             for holder, its_key in where:
                 holder._parameters[its_key] = made
-            take_place(made, whole)
+            replace_parameter(made, whole)
         if foreign is not None:
             _cut_by_torch(module, part, foreign, line)
         style.attach(part)
@@ -158,7 +158,7 @@ def _cut_by_torch(module: nn.Module, part: nn.Module, style: ParallelStyle, line
     for (inner, key), (whole, where) in shared.items():
         made = inner._parameters[key]
         if made is not None and made is not whole and not isinstance(whole, DTensor):
-            take_place(made, whole)
+            replace_parameter(made, whole)
         for holder, its_key in where:
             holder._parameters[its_key] = inner._parameters[key]
 
