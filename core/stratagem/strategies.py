@@ -1,9 +1,5 @@
 """Classes of the installed strategy plugins, imported on first use: ``from stratagem.strategies import ...``."""
 
-from stratagem.stack.class_lookup import class_finder, class_names
+from stratagem.stack.class_lookup import classes_of
 
-__getattr__ = class_finder("strategy")
-
-
-def __dir__() -> list[str]:
-    return class_names("strategy")
+__getattr__, __dir__ = classes_of("strategy")

@@ -13,6 +13,9 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from stratagem.distributed.call_site import where
 from stratagem.errors import ConfigError
 
@@ -30,8 +33,6 @@ def fingerprint(text: str) -> int:
 
 def comparing_group(timeout: timedelta) -> Any:
     """Return the group of all ranks over which they compare calls, made once beside each default group. Collective."""
-    import torch.distributed as dist
-
     if dist.group.WORLD not in _comparing:
         _comparing[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
     return _comparing[dist.group.WORLD]
@@ -43,9 +44,6 @@ def check_same_call(call: str, facts: tuple[Any, ...], group: Any) -> None:
     Raises:
         ConfigError: some ranks make another call; raised on all ranks.
     """
-    import torch
-    import torch.distributed as dist
-
     from stratagem.distributed import rounds
 
     mine = fingerprint(f"{call} {facts}")

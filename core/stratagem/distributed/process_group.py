@@ -18,9 +18,12 @@ import pickle
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
 from attrs import evolve
 
 from stratagem.api.world import DEFAULT_TIMEOUT, Collectives, Timeouts
+from stratagem.distributed import rounds
 from stratagem.distributed.comparison import check_same_call, comparing_group
 from stratagem.distributed.default_group import (
     backends_in,
@@ -41,8 +44,6 @@ from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    import torch
 
     from stratagem.api.world import KeyValueStore, ReduceOp, World
 
@@ -81,8 +82,6 @@ class TorchCollectives(Collectives):
             ConfigError: a group exists with another backend or size.
             LaunchError: the other ranks did not connect within `timeouts.start`, or `backend` could not connect them.
         """
-        import torch.distributed as dist
-
         start, timeout = timeouts or Timeouts()
         if dist.is_initialized():
             check_adoptable(device, backend, world.world_size)
@@ -126,8 +125,6 @@ class TorchCollectives(Collectives):
 
     def _sent_from(self, tensor: torch.Tensor) -> torch.device:
         """Return the device from which `tensor` is sent: its own, if a backend serves it."""
-        import torch
-
         if tensor.device.type in self._backends:
             return tensor.device
         return self.device if self.device.type in self._backends else torch.device("cpu")
@@ -137,8 +134,6 @@ class TorchCollectives(Collectives):
         return self._messages_from(self.device)
 
     def _messages_from(self, device: torch.device) -> torch.device:
-        import torch
-
         return device if device.type == "cpu" or self._backends.get(device.type) != "gloo" else torch.device("cpu")
 
     def _same_call(self, call: str, *facts: Any) -> None:
@@ -167,9 +162,6 @@ class TorchCollectives(Collectives):
 
     def _on_cpu(self) -> TorchCollectives:
         """Return collectives of the same ranks for CPU tensors, over a new gloo group. Collective."""
-        import torch
-        import torch.distributed as dist
-
         group = dist.new_group(
             dist.get_process_group_ranks(self.group), backend="gloo", timeout=self.timeout,
             # Of a smaller group only its own ranks call this.
@@ -179,9 +171,8 @@ class TorchCollectives(Collectives):
 
     def _in_rounds(self, tensor: torch.Tensor, ranks: int = 1) -> bool:
         """Whether gloo sends the CPU tensor `tensor`, of that many ranks at once, and takes longer than `rounds`."""
-        from stratagem.distributed.rounds import LARGEST
-
-        return tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo" and ranks * tensor.nbytes <= LARGEST
+        is_small = ranks * tensor.nbytes <= rounds.LARGEST
+        return is_small and tensor.device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         place = self._sent_from(tensor)
@@ -193,34 +184,18 @@ class TorchCollectives(Collectives):
 
     def _reduced(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
         """Return the reduction of `tensor`, which may change."""
-        import torch
-        import torch.distributed as dist
-
-        from stratagem.distributed import rounds
-
         if op != "sum" and self._in_rounds(tensor):
             return rounds.all_reduce(tensor.contiguous(), torch.maximum if op == "max" else torch.minimum, self.group)
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
         return tensor
 
     def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        import torch.distributed as dist
-
         self._count("all_reduce", tensor)
         # Divide first: a sum of large fp16 gradients would overflow before the division.
         work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self.group)
-        # gloo's future holds complex tensors as real ones.
-        average: torch.futures.Future[torch.Tensor] = work.get_future().then(
-            lambda future: self._settled(future, tensor)
-        )
-        return average
+        return self._future(work, tensor)  # gloo's holds complex tensors as real ones
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        import torch
-        import torch.distributed as dist
-
-        from stratagem.distributed import rounds
-
         place = self._sent_from(tensor)
         self._same_call("all_gather", *_facts(tensor, place))
         local = tensor.to(place).contiguous()
@@ -232,35 +207,26 @@ class TorchCollectives(Collectives):
         return [part.to(tensor.device) for part in parts]
 
     def all_gather_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        import torch
-        import torch.distributed as dist
-
         self._count("all_gather", tensor)
         whole = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         # torch 2.13 renamed it, and warns about the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(whole, tensor.contiguous(), async_op=True, group=self.group)
-        gathered: torch.futures.Future[torch.Tensor] = work.get_future().then(
-            lambda future: self._settled(future, whole)
-        )
-        return gathered
+        return self._future(work, whole)
 
     def all_to_all_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        import torch
-        import torch.distributed as dist
-
         self._count("exchange", tensor)
         pieces = torch.empty_like(tensor)
         work = dist.all_to_all_single(pieces, tensor.contiguous(), async_op=True, group=self.group)
-        received: torch.futures.Future[torch.Tensor] = work.get_future().then(
-            lambda future: self._settled(future, pieces)
-        )
-        return received
+        return self._future(work, pieces)
+
+    def _future(self, work: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Return the future of `tensor`, the output of the collective `work`."""
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: self._settled(done, tensor))
+        return future
 
     def _settled(self, future: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, the output of a collective, once it can be read on any stream."""
-        import torch
-
         future.value()  # raises the error of the collective
         if tensor.device.type == "cuda" and self._backends.get("cuda") == "gloo":
             # gloo sends from the CPU; its future is done when the copy to the GPU is queued, on a separate stream.
@@ -268,9 +234,6 @@ class TorchCollectives(Collectives):
         return tensor
 
     def send_recv(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
-        import torch
-        import torch.distributed as dist
-
         place = self._messages_from(self._sent_from(tensor))
         self._same_call("send_recv", *_facts(tensor, place))
         local = tensor.to(place).contiguous()
@@ -285,8 +248,6 @@ class TorchCollectives(Collectives):
         return received.to(tensor.device)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        import torch.distributed as dist
-
         self._same_call("split", *map(tuple, groups))
         whole = dist.get_process_group_ranks(self.group)
         mine: TorchCollectives | None = None
@@ -312,8 +273,6 @@ class TorchCollectives(Collectives):
         self.traffic.add(collective, tensor.nbytes, self.world_size)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        import torch.distributed as dist
-
         place = self._sent_from(tensor)
         self._same_call("broadcast", *_facts(tensor, place), src)
         moved = tensor.to(place).contiguous()  # backends ignore strides
@@ -329,8 +288,6 @@ class TorchCollectives(Collectives):
         return self.unchecked.replicate(tensors, src)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        import torch.distributed as dist
-
         self._same_call("broadcast_object", src)
         box = [_pack(value) if self.rank == src else b""]
         dist.broadcast_object_list(box, group=self.group, group_src=src)
@@ -339,22 +296,15 @@ class TorchCollectives(Collectives):
         return _unpack(box[0], src)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-
         self._same_call("all_gather_object")
         values: list[Any] = [b""] * self.world_size
         dist.all_gather_object(values, _pack(value), group=self.group)
         return [_unpack(each, rank) for rank, each in enumerate(values)]
 
     def any(self, flag: bool) -> bool:
-        import torch
-
         return bool(self.all_reduce(torch.tensor(int(flag)), "max"))
 
     def barrier(self) -> None:
-        import torch
-        import torch.distributed as dist
-
         self._same_call("barrier")
         if "cpu" in self._backends:  # dist.barrier would wait for the device
             self._reduced(torch.zeros(()), "max")
@@ -362,8 +312,6 @@ class TorchCollectives(Collectives):
             dist.barrier(group=self.group)
 
     def barrier_with_timeout(self, what: str, limit_s: float) -> None:
-        import torch.distributed as dist
-
         self._num_barriers += 1
         key = f"stratagem/barrier/{self._num_barriers}"
         self._store.set(f"{key}/{self.rank}", "")
@@ -416,8 +364,6 @@ class _Packer(pickle.Pickler):
     """Pickles all tensors as CPU tensors: otherwise another rank would load them onto the sender's device."""
 
     def reducer_override(self, value: Any) -> Any:
-        import torch
-
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             return value.detach().cpu().__reduce_ex__(self.proto)
         return NotImplemented

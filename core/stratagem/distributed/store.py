@@ -7,6 +7,8 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from stratagem.api.world import KeyValueStore
 from stratagem.distributed.probe import wait_for_store
 from stratagem.distributed.rendezvous import LOOPBACK, RendezvousStore
@@ -58,8 +60,6 @@ def open_store(world: World, timeout: timedelta) -> Any:
 
 def connect_store(world: World, timeout: timedelta) -> Any:
     """Return this run's store for a process group, connected; each group of a process has its own key prefix in it."""
-    import torch.distributed as dist
-
     if world.main_port is None:
         if world.world_size > 1:
             raise LaunchError(
@@ -91,8 +91,6 @@ def _key(world: World) -> tuple[object, ...]:
 
 
 def _connection(world: World, timeout: timedelta) -> Any:
-    import torch.distributed as dist
-
     if world.is_global_zero and not world.store_hosted:
         return _hosted_store(world)
     place = _store_place(world)

@@ -24,16 +24,7 @@ from stratagem.discovery import registry
 from stratagem.distributed.default_group import note_groups
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
-from stratagem.runtime import state_io
-from stratagem.runtime.connection import (
-    check_world,
-    join,
-    mesh_of,
-    peers_world_of,
-    split_peers,
-    split_readers,
-    tell_others_of_errors,
-)
+from stratagem.runtime import connection, state_io
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
@@ -66,7 +57,7 @@ class Context:
 
     def __init__(self, settings: RunSettings) -> None:
         open_standard_streams()
-        tell_others_of_errors()
+        connection.tell_others_of_errors()
         self.settings = settings
         self.stack: Stack = resolve(self.settings)
         if self.settings.lock is not None:
@@ -255,16 +246,16 @@ class Context:
             return
         accelerator = self.stack.accelerator.plugin
         self.world = self.hooks.ask("setup_environment")
-        tell_others_of_errors(self.world)
-        check_world(self.stack, self.world)
-        self.mesh = mesh_of(self.stack, self.world)
+        connection.tell_others_of_errors(self.world)
+        connection.check_world(self.stack, self.world)
+        self.mesh = connection.mesh_of(self.stack, self.world)
         self.devices = tuple(map(accelerator.device, self.stack.devices_of(self.world.local_rank)))
         self.device = self.devices[0]
         with switch(self.settings, self.device.type) as numerics:
             accelerator.activate(self.device)
-            self.collectives = join(self.world, self.stack, self.settings, self.hooks, self.device)
-            self.peers = split_peers(self.collectives, self.world, self.peers_world)
-            self.readers = split_readers(self.collectives, self.mesh)
+            self.collectives = connection.join(self.world, self.stack, self.settings, self.hooks, self.device)
+            self.peers = connection.split_peers(self.collectives, self.world, self.peers_world)
+            self.readers = connection.split_readers(self.collectives, self.mesh)
             self.hooks.hook.on_connect(run=self)
             self._numerics = numerics.pop_all()
         self.copy_stream = accelerator.copy_stream(self.device, hints=self.is_global_zero)
@@ -278,7 +269,7 @@ class Context:
     def peers_world(self) -> World:
         """This process's place among its peers: what an inner strategy takes for the world."""
         assert self.world is not None, "known once connected"
-        return peers_world_of(self.stack, self.world)
+        return connection.peers_world_of(self.stack, self.world)
 
     def close(self) -> None:
         """Call `teardown` of the plugins, then close the collectives. Safe to call twice."""

@@ -44,17 +44,11 @@ _ANSWERS: dict[str, tuple[type[Any], ...]] = {
     "explain_error": (BaseException,),
 }
 
-#: Hooks of the inner loop, bound once when the stack is connected.
-_STEP_HOOKS = (
-    "step_context", "forward_backward", "scale_loss", "backward", "clip_gradients", "step_optimizers", "optimizer_step",
-    "transfer_batch",
-)  # fmt: skip
-
 
 class HookCaller:
     """The hooks of one run.
 
-    Those of the inner loop are attributes, bound once: None where no plugin implements one.
+    Those of the inner loop are the attributes declared here, bound once: None where no plugin implements one.
     """
 
     step_context: Any
@@ -134,7 +128,7 @@ class HookCaller:
 
     def bind(self) -> None:
         """Look up the hooks of the inner loop once. None: no plugin implements it."""
-        for name in _STEP_HOOKS:
+        for name in type(self).__annotations__:
             caller = self.implemented(name)
             plain = caller is not None and [*self.by_plugin(name)] == [self._manager.defaults]
             if plain and name == "transfer_batch":

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,8 +43,6 @@ def switch(settings: RunSettings, device_type: str) -> ExitStack:
 
 
 def _make_deterministic(warn_only: bool, device_type: str, undo: ExitStack) -> None:
-    import torch
-
     if device_type == "cuda":
         _set_workspace()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -55,8 +55,6 @@ def _make_deterministic(warn_only: bool, device_type: str, undo: ExitStack) -> N
 
 
 def _set_workspace() -> None:
-    import torch
-
     found = os.environ.get(_WORKSPACE)
     if found is None:
         if torch.cuda.is_initialized():
@@ -74,8 +72,6 @@ def _set_workspace() -> None:
 
 
 def _set_precision(wanted: str, undo: ExitStack) -> None:
-    import torch
-
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError as error:  # of the newer switches, one for each backend

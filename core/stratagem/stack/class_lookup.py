@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from stratagem.discovery import catalog, registry
 from stratagem.errors import PluginError, nearest
 
 
-def class_finder(kind: str) -> Callable[[str], Any]:
-    """Return a module ``__getattr__`` that finds a plugin class of `kind` by its class name.
+def classes_of(kind: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a module: the first finds a plugin class of `kind` by its name.
 
     The value of an entry point names the class (``module:Class``), so metadata is enough to find its package. A
     class without an entry point is looked up in the modules that provide this kind.
@@ -45,7 +46,7 @@ def class_finder(kind: str) -> Callable[[str], Any]:
             raise error
         raise AttributeError(str(error))  # hasattr() and getattr() with a default work as Python expects
 
-    return find
+    return find, functools.partial(class_names, kind)
 
 
 def _instead(kind: str, name: str) -> str:
