@@ -52,7 +52,8 @@ OF_HOOKS = (
 )  # fmt: skip
 OF_MODULES = {
     "Steps, optimizers, logging, checkpoints": "stratagem_trainer.module.Module",
-    "Events": "stratagem_trainer.api.events.ModuleEvents",
+    "Events": "stratagem_trainer.api.events.EventMethods",
+    "Before and after a call": "stratagem_trainer.api.events.ModuleEvents",
     "The trainer, this process, parameters": "stratagem_trainer.module_access.ModuleAccess",
 }
 

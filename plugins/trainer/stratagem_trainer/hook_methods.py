@@ -1,5 +1,8 @@
 """Methods that are hooks by their names, without a mark: a callback's events, and what a logger writes.
 
+A class states each hook as a method that does nothing, without the arguments that all of its hooks have: see
+`stratagem_trainer.api.events`. From it `specifications` makes the hooks, and `add_methods` what is overridden.
+
 A class that derives from `Callback` or `Logger` overrides them. A method gets the arguments that it names; one that
 names others, as Lightning's callbacks name ``pl_module``, gets them in order.
 """
@@ -13,11 +16,45 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from stratagem.api.markers import hookimpl
+from stratagem.api.markers import hookimpl, hookspec
 from stratagem.errors import ConfigError, PluginError
 
 #: The run that each logger belongs to in this process.
 _RUNS: Final[weakref.WeakKeyDictionary[Any, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def specifications(stated: type[Any], **first: str) -> dict[str, Any]:
+    """Return the hooks that the methods of `stated` state, by name.
+
+    Args:
+        first: the types of the arguments that each hook has before those of its method; `run` comes after them.
+    """
+    return {name: _specification(method, first) for name, method in vars(stated).items() if not name.startswith("_")}
+
+
+def _specification(method: Any, first: dict[str, str]) -> Any:
+    arguments = first | {name: text for name, text in method.__annotations__.items() if name != "return"}
+    arguments["run"] = "RunContext"
+    hook = eval(f"lambda {', '.join(arguments)}: None")  # noqa: S307 - pluggy reads names from the code
+    hook.__name__ = hook.__qualname__ = method.__name__
+    hook.__module__, hook.__doc__ = method.__module__, method.__doc__
+    hook.__annotations__ = arguments | {"return": "None"}
+    return hookspec(hook)
+
+
+def add_methods(cls: type[Any], stated: type[Any], arguments_of: Callable[[str], Sequence[str]]) -> None:
+    """Give `cls` the methods of `stated`, which here take any arguments and do nothing."""
+    for name in _hooks_of(stated):
+        setattr(cls, name, _to_override(cls, vars(stated)[name], ", ".join(arguments_of(name)[:-1])))
+
+
+def _to_override(cls: type[Any], stated: Any, arguments: str) -> Callable[..., None]:
+    def method(self: Any, *_: Any, **__: Any) -> None:
+        pass
+
+    method.__name__, method.__qualname__ = stated.__name__, f"{cls.__name__}.{stated.__name__}"
+    method.__module__, method.__doc__ = stated.__module__, f"({arguments}): {stated.__doc__}"
+    return method
 
 
 def belongs_to(logger: Any, run: Any) -> None:
