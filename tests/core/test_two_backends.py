@@ -135,7 +135,7 @@ def _save_in_the_background(rank, world_size, folder):
     def main(run):
         dist.new_group = refuse
         run.save(f"{folder}/a.ckpt", model=run.setup(torch.nn.Linear(2, 2)))
-        run.wait_for_saves()
+        run.saver.wait()
         return [each.timeout.total_seconds() for each in run.saver._groups]
 
     return run.launch(main)

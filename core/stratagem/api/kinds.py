@@ -376,7 +376,7 @@ class CheckpointFormat(Plugin):
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether it calls ``run.save_in_background``, for which process groups are made at connect."""
+        """Whether it calls ``run.saver.submit``, for which process groups are made at connect."""
         return bool(getattr(self, "async_save", False))
 
     def recognises(self, path: Path) -> bool:

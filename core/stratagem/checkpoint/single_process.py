@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from stratagem.api.world import Collectives, World
 from stratagem.checkpoint.background_save import Saver
 
@@ -15,10 +13,4 @@ class SingleProcessRun:
 
     def __init__(self) -> None:
         self.world, self.collectives = World(), Collectives()
-        self._saver = Saver(self.collectives)
-
-    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
-        self._saver.submit(write, background)
-
-    def wait_for_saves(self) -> None:
-        self._saver.wait()
+        self.saver = Saver(self.collectives)

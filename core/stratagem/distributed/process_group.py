@@ -42,11 +42,28 @@ if TYPE_CHECKING:
 
     import torch
 
+    from stratagem.api.context import RunContext
     from stratagem.api.world import KeyValueStore, ReduceOp, World
 
 #: Tag of messages between two ranks. Those of users, whose tag is 0 unless they choose one, may go over the same group
 #: meanwhile; gloo matches by tag, NCCL has none.
 MESSAGE_TAG = 0x7367
+
+
+def join(world: World, backend: str, run: RunContext) -> Collectives:
+    """Return the collectives of the ranks of `world`, for an answer to `connect`. Collective.
+
+    Args:
+        backend: of torch.distributed, unless the environment connects the ranks itself.
+
+    Raises:
+        ConfigError: a process group exists with another backend or size.
+        LaunchError: the others did not come in time, or `backend` could not connect them.
+    """
+    joined = run.environment.join(world, run.device, run.timeouts.start)
+    if joined is not None:
+        return joined
+    return TorchCollectives.connect(world, run.device, backend=backend, timeouts=run.timeouts)
 
 
 class TorchCollectives(Collectives):

@@ -88,7 +88,7 @@ def explained(error: BaseException, run: Context) -> BaseException:
 def _explain_and_stop(run: Context, module: nn.Module | None) -> None:
     from stratagem.runtime.connection import peers_world_of
 
-    layout = run.strategy.layout(peers_world_of(run.stack, _whole_world(run, run.num_nodes)), module)
+    layout = run.strategy.layout(peers_world_of(run.stack, _whole_world(run, run.stack.num_nodes)), module)
     registry.find("command", "explain").load().show(run, layout, os.environ[EXPLAIN_VARIABLE])
     raise SystemExit(0)
 

@@ -104,7 +104,7 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, it is damaged, or a newer stratagem wrote it; on all ranks.
     """
-    run.wait_for_saves()
+    run.saver.wait()
 
     def other_format() -> str | None:
         if run.checkpoint_format.recognises(path):

@@ -115,6 +115,11 @@ class Stack:
             if isinstance(choice.plugin, Plugin):
                 choice.plugin.preload(device_type)
 
+    def written_files(self) -> dict[str, str]:
+        """Return the paths of what plugins have written in this run, by title, as `Plugin.written_files` tells."""
+        plugins = [choice.plugin for choice in self.active() if isinstance(choice.plugin, Plugin)]
+        return {title: path for plugin in plugins for title, path in plugin.written_files().items()}
+
     def active(self) -> list[Choice]:
         """The plugins whose hooks are registered."""
         return [choice for choice in self.choices() if not (self.precision_absorbed and choice is self.precision)]

@@ -158,7 +158,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         policy = self.mixed_precision
         param_dtype: torch.dtype | None
         reduce_dtype: torch.dtype | None
-        if policy is None and run.precision_absorbed:
+        if policy is None and run.stack.precision_absorbed:
             policy = run.policy
             param_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype or torch.float32
         else:
@@ -179,7 +179,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
     @hookimpl
     def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any]:
         dtype = getattr(self.mixed_precision, "param_dtype", None) or (
-            run.policy.compute_dtype if run.precision_absorbed else None
+            run.policy.compute_dtype if run.stack.precision_absorbed else None
         )
         return self._steps.step(run.model, stage, sync, run, dtype)
 

@@ -45,8 +45,8 @@ OF_PLUGINS = (
 )  # fmt: skip
 OF_HOOKS = (
     *(f"stratagem.api.{path}" for path in (
-        "context.RunContext", "world.World", "world.Collectives", "world.Mesh", "values.PrecisionPolicy",
-        "capabilities.Capabilities",
+        "context.RunContext", "run_parts.RunStep", "run_parts.RunSaver", "run_parts.RunStack", "world.World",
+        "world.Collectives", "world.Mesh", "values.PrecisionPolicy", "capabilities.Capabilities",
     )),
     "stratagem_buckets.Bucket",
 )  # fmt: skip
