@@ -5,12 +5,10 @@ The order is that of a fit, then of the other calls. Where the loops call them: 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from stratagem_trainer.hook_methods import add_methods, let_call_by_hand, mark_all, specifications
+from stratagem_trainer.hook_methods import HookMethods
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,50 +221,26 @@ class LogMethods:
 
 # --- What comes from the methods ---------------------------------------------------------------------------------
 
-_HOOKS: Final = specifications(EventMethods, trainer="TrainerView", module="nn.Module") | specifications(LogMethods)
+
+class CallbackEvents(EventMethods, HookMethods, trainer="TrainerView", module="nn.Module"):
+    """The methods of events with the arguments of their hooks; those that a class overrides need no mark."""
+
+    __slots__ = ()
+
+
+class LoggerMethods(LogMethods, HookMethods, by_hand=True):
+    """The same for what a logger writes; the methods may be called by hand."""
+
+    __slots__ = ()
+
+
+_HOOKS: Final = CallbackEvents.hooks | LoggerMethods.hooks
 globals().update(_HOOKS)  # the hooks of a kind are the attributes of a module
 
 #: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
 EVENTS: Final = tuple(name for name in _HOOKS if name.startswith("on_"))
 
 
-@cache
 def arguments_of(hook: str) -> tuple[str, ...]:
     """Return the names of the arguments of `hook`, in order, with `run` last."""
-    return tuple(inspect.signature(_HOOKS[hook]).parameters)
-
-
-class CallbackEvents(EventMethods):
-    """The methods of events with the arguments of their hooks; those that a class overrides need no mark."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.mark_methods()
-
-    @classmethod
-    def mark_methods(cls) -> bool:
-        """Mark those of these methods that the class overrides as hooks; return whether one had no mark."""
-        return mark_all(cls, CallbackEvents, arguments_of)
-
-
-class LoggerMethods(LogMethods):
-    """The same for what a logger writes; the methods may be called by hand."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.mark_methods()
-
-    @classmethod
-    def mark_methods(cls) -> bool:
-        """As that of a callback; the methods may be called by hand."""
-        found = mark_all(cls, LoggerMethods, arguments_of)
-        let_call_by_hand(cls, LoggerMethods)
-        return found
-
-
-add_methods(CallbackEvents, EventMethods, arguments_of)
-add_methods(LoggerMethods, LogMethods, arguments_of)
+    return tuple(_HOOKS[hook].__annotations__)[:-1]
