@@ -13,8 +13,8 @@ import stratagem as sg
 from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.paths import replace_text, replacing
 from stratagem.checkpoint import files as checkpoint
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
-from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_trainer.checkpoint_files import newest_whole

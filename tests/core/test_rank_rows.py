@@ -10,8 +10,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.checkpoint import rank_rows
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.rank_rows import ranks_in
-from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import check_structure
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.stack.formats import format_named, write_with

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
-from stratagem.api.world import Timeouts, World
+from stratagem.api.run_parts import Timeouts
+from stratagem.api.world import World
 from stratagem.distributed import default_group, interfaces, process_group
 from stratagem.distributed.backends import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of

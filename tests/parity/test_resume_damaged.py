@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 import stratagem as sg
-from stratagem.checkpoint.single_process import SingleProcessRun
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError, StratagemError
 from stratagem.stack.formats import format_named, write_with
 from stratagem_testing import run_in_processes

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.checkpoint.single_process import SingleProcessRun
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem_testing import run_in_processes

@@ -14,7 +14,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.api.named_state import taken_out
-from stratagem.checkpoint.single_process import SingleProcessRun
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.tensor_memory import as_gathered, collecting
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.errors import CheckpointError

@@ -566,7 +566,7 @@ def test_a_checkpoint_names_no_class_that_is_imported(tmp_path):
     (tmp_path / "elsewhere.py").write_text("raise SystemExit('imported')\n")
     state = read_any("checkpoints/last.ckpt")
     state["hyper_parameters"] = {"class_path": "elsewhere.Net", "model": {"class_path": "elsewhere.Net"}}
-    from stratagem.checkpoint.single_process import SingleProcessRun
+    from stratagem.checkpoint.background_save import SingleProcessRun
     from stratagem.stack.formats import format_named, write_with
 
     write_with(format_named("full"), state, tmp_path / "evil.ckpt", SingleProcessRun())

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import stratagem as sg
-from stratagem.api.world import KeyValueStore
+from stratagem.api.group_services import KeyValueStore
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import PeerError
 from stratagem.runtime.launching import explained

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Strategy
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, PrecisionPolicy, Strategy
     from stratagem.api.run_parts import Materializer, RunSaver, RunStack, RunStep
-    from stratagem.api.values import PrecisionPolicy
-    from stratagem.api.world import Collectives, Mesh, Timeouts, World
+    from stratagem.api.world import Collectives, Mesh, World
 
 
 class RunContext(Protocol):
@@ -67,16 +66,10 @@ class RunContext(Protocol):
     #: The same over ranks with different samples, or parts of samples: those that metrics average. Ranks that differ
     #: only in their positions on the mesh's axes ``pipeline`` and ``tensor`` have the same metrics.
     readers: Collectives
-    #: The accelerator's torch.distributed backend.
-    backend: str
 
     @property
     def peers_world(self) -> World:
         """The rank of this process among `peers`, and their number."""
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """How long a rank waits for the other ranks."""
 
     # --- Settings and plugins ------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""Parts of a run that few plugins use: `run.step`, `run.saver`, `run.stack`, `run.activity` and materializers."""
+"""Parts of a run that few plugins use: `run.step`, `run.saver`, `run.stack`, `run.activity`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,6 +13,23 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.world import Collectives
+
+
+#: torch's own defaults for collectives on gloo, and on NCCL: GPUs that wait are expensive.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+NCCL_TIMEOUT = timedelta(minutes=10)
+#: A start takes its time on a cold file system, however short a hang is to last.
+LEAST_START = timedelta(minutes=5)
+
+
+class Timeouts(NamedTuple):
+    """How long a rank waits for the others."""
+
+    #: To connect.
+    start: timedelta = DEFAULT_TIMEOUT
+    #: In a collective.
+    collective: timedelta = DEFAULT_TIMEOUT
 
 
 class RunStep(Protocol):
@@ -25,14 +43,12 @@ class RunStep(Protocol):
 
     def step_one(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
         """Update the parameters of one `optimizer`; return whether they changed: what ``step_optimizers`` calls."""
-        ...
 
     def count_skipped(self) -> None:
         """Report that an optimizer step which returned True turned out to have been skipped."""
 
     def num_implementations(self, hook: str) -> int:
         """Return how many plugins of this run implement `hook`."""
-        ...
 
     @property
     def batches_copied(self) -> int:
@@ -75,12 +91,14 @@ class RunStack(Protocol):
     def num_nodes(self) -> int:
         """Number of nodes: what the environment found, else ``num_nodes=``. Known before the processes connect."""
 
+    def timeouts(self) -> Timeouts:
+        """How long a rank waits for the other ranks."""
+
     def preload(self) -> None:
         """Import the modules that plugins import lazily, before this process is forked."""
 
     def written_files(self) -> dict[str, str]:
         """Return the paths of what plugins have written in this run, by title such as "metrics"; on rank 0."""
-        ...
 
 
 class Materializer(Protocol):

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 
 from stratagem.api.late_flag import LateFlag
-from stratagem.api.world import Collectives
+from stratagem.api.world import Collectives, World
 from stratagem.errors import StratagemError
 
 #: The savers of this process.
@@ -144,6 +144,16 @@ class Saver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+class SingleProcessRun:
+    """The attributes of a `RunContext` that a checkpoint format uses, for one process without plugins."""
+
+    rank, world_size, is_global_zero = 0, 1, True
+
+    def __init__(self) -> None:
+        self.world, self.collectives = World(), Collectives()
+        self.saver = Saver(self.collectives)
 
 
 def _finish(saver: weakref.ref[Saver]) -> None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import evolve
 
-from stratagem.api.world import DEFAULT_TIMEOUT, Collectives, Timeouts
+from stratagem.api.run_parts import DEFAULT_TIMEOUT, Timeouts
+from stratagem.api.world import Collectives
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
 from stratagem.distributed.comparison import check_same_call, comparing_group
 from stratagem.distributed.default_group import (
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     import torch
 
     from stratagem.api.context import RunContext
-    from stratagem.api.world import KeyValueStore, ReduceOp, World
+    from stratagem.api.group_services import KeyValueStore
+    from stratagem.api.world import ReduceOp, World
 
 #: Tag of messages between two ranks. Those of users, whose tag is 0 unless they choose one, may go over the same group
 #: meanwhile; gloo matches by tag, NCCL has none.
@@ -60,10 +62,10 @@ def join(world: World, backend: str, run: RunContext) -> Collectives:
         ConfigError: a process group exists with another backend or size.
         LaunchError: the others did not come in time, or `backend` could not connect them.
     """
-    joined = run.environment.join(world, run.device, run.timeouts.start)
+    joined = run.environment.join(world, run.device, run.stack.timeouts().start)
     if joined is not None:
         return joined
-    return TorchCollectives.connect(world, run.device, backend=backend, timeouts=run.timeouts)
+    return TorchCollectives.connect(world, run.device, backend=backend, timeouts=run.stack.timeouts())
 
 
 class TorchCollectives(Collectives):

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
-from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, Strategy
+from stratagem.api.kinds import Accelerator, CheckpointFormat, Environment, PrecisionPolicy, Strategy
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.api.run_parts import PHASE
-from stratagem.api.values import PrecisionPolicy
-from stratagem.api.world import Collectives, Mesh, Timeouts, World
+from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
@@ -170,7 +169,6 @@ class Context:
     policy: PrecisionPolicy = _of("stack.policy")
     strategy: Strategy = _of("stack.strategy")
     accelerator: Accelerator = _of("stack.accelerator.plugin")
-    backend: str = _of("stack.accelerator.plugin.backend")
     environment: Environment = _of("stack.environment.plugin")
     checkpoint_format: CheckpointFormat = _of("stack.checkpoint.plugin")
     num_processes: int = _of("stack.num_processes")
@@ -193,10 +191,6 @@ class Context:
     def plugins_of(self, kind: str) -> list[Any]:
         """Return the plugins of `kind`, in the order in which they act."""
         return [choice.plugin for choice in self.stack.of(kind)]
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return self.stack.timeouts()
 
     def name_of(self, plugin: Any) -> str:
         """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""

@@ -23,7 +23,7 @@ def connect(world: Any, run: Any) -> Collectives:
         return Collectives()
     from stratagem.distributed.process_group import join
 
-    return join(world, run.backend, run)
+    return join(world, run.accelerator.backend, run)
 
 
 def units() -> list[nn.Module]:

@@ -54,7 +54,7 @@ def _world_here(run: Context) -> World:
     from stratagem.distributed.rendezvous import check_address
 
     world: World = run.ask("setup_environment")
-    check_address(world, run.timeouts.start.total_seconds())
+    check_address(world, run.stack.timeouts().start.total_seconds())
     return world
 
 

@@ -40,7 +40,6 @@ class StatefulRun(RunContext, Protocol):
     """What reading and writing use of a run."""
 
     stack: Stack
-    whole_state: bool
 
 
 def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:

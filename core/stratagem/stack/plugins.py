@@ -7,9 +7,8 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from stratagem.api.kinds import Plugin, Strategy
-from stratagem.api.values import PrecisionPolicy
-from stratagem.api.world import DEFAULT_TIMEOUT, LEAST_START, NCCL_TIMEOUT, Timeouts
+from stratagem.api.kinds import Plugin, PrecisionPolicy, Strategy
+from stratagem.api.run_parts import DEFAULT_TIMEOUT, LEAST_START, NCCL_TIMEOUT, Timeouts
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 

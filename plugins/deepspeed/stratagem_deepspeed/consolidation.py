@@ -15,7 +15,7 @@ import torch
 
 from stratagem.api.json_tree import encode
 from stratagem.api.paths import as_path
-from stratagem.checkpoint.single_process import SingleProcessRun
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import folder, start
 

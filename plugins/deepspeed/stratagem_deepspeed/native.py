@@ -20,8 +20,8 @@ from stratagem.api import Capabilities, CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder, writing
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.rank_rows import gathered
-from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import from_first, together
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, engine_state, folder

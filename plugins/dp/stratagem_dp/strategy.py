@@ -91,7 +91,7 @@ class DDP2Strategy(Strategy):
     def connect(self, world: World, run: RunContext) -> Collectives:
         from stratagem.distributed.process_group import join
 
-        return join(world, self.process_group_backend or run.backend, run)
+        return join(world, self.process_group_backend or run.accelerator.backend, run)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:

@@ -67,7 +67,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
                 "strategy.fsdp.cpu_offload is True, and a plan counts one device's memory", do="plan without it"
             )
         if self.cpu_offload and "cpu" not in backends_of(None):
-            backend = self.process_group_backend or run.backend
+            backend = self.process_group_backend or run.accelerator.backend
             raise ConfigError(
                 f"strategy.fsdp.cpu_offload is True and the process group's backend is {dist.get_backend()!r}",
                 expected="one that also sends the CPU's tensors",

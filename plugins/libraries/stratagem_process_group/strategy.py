@@ -83,7 +83,7 @@ class ProcessGroupStrategy(Strategy):
     def connect(self, world: World, run: RunContext) -> Collectives:
         from stratagem.distributed.process_group import join
 
-        backend = self.process_group_backend or run.backend
+        backend = self.process_group_backend or run.accelerator.backend
         with variables_set(self, run, backend):
             return join(world, backend, run)
 

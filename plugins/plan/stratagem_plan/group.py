@@ -11,7 +11,8 @@ import torch.distributed as dist
 from attrs import evolve
 
 from stratagem.api import Collectives, World
-from stratagem.api.world import KeyValueStore, ReduceOp
+from stratagem.api.group_services import KeyValueStore
+from stratagem.api.world import ReduceOp
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem_plan.backend import NAME
 

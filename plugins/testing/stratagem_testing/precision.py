@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.api.capabilities import LOSS_SCALING, MULTI_PROCESS
-from stratagem.api.values import PrecisionPolicy
+from stratagem.api.kinds import PrecisionPolicy
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.expectations import expect_equal, expect_weights
 from stratagem_testing.reference import (

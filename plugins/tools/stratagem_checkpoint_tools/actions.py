@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.api.paths import as_path
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.rank_rows import ranks_in
-from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.discovery import registry
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.construction import make

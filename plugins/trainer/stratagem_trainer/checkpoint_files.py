@@ -13,8 +13,8 @@ from typing import Any
 
 from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.paths import as_path, is_remote, refusals
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.files import STAGED, check_version
-from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.tensor_memory import with_own_memory
 from stratagem.errors import CheckpointError
 from stratagem.stack.formats import (

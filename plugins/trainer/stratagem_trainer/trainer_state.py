@@ -15,8 +15,8 @@ from torch import nn
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
-from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import applying, check_weights_fit, from_first, together
 from stratagem.checkpoint.trained_part import trained_part
 from stratagem.errors import CheckpointError, ConfigError

@@ -46,7 +46,8 @@ OF_PLUGINS = (
 OF_HOOKS = (
     *(f"stratagem.api.{path}" for path in (
         "context.RunContext", "run_parts.RunStep", "run_parts.RunSaver", "run_parts.RunStack", "world.World",
-        "world.Collectives", "world.Mesh", "values.PrecisionPolicy", "capabilities.Capabilities",
+        "world.Collectives", "group_services.GroupServices", "group_services.KeyValueStore", "world.Mesh",
+        "kinds.PrecisionPolicy", "capabilities.Capabilities",
     )),
     "stratagem_buckets.Bucket",
 )  # fmt: skip

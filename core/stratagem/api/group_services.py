@@ -1,0 +1,76 @@
+"""What a group of ranks offers beside collectives: failure reports, and a store that needs no other rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KeyValueStore:
+    """Strings that all ranks can write and read, by key. No call waits for another rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        """Write `text` under `key`, over an earlier value."""
+        self._values[key] = text
+
+    def append(self, key: str, text: str) -> None:
+        """Write `text` after what is under `key`; what several ranks append at once is all there."""
+        self._values[key] = self._values.get(key, "") + text
+
+    def get(self, key: str) -> str | None:
+        """Return the value of `key`; None if there is none."""
+        return self._values.get(key)
+
+
+class GroupServices:
+    """For the loop of a Trainer, for saves, and to find out which rank was lost; a strategy calls none of it."""
+
+    #: Number of ranks of the group.
+    world_size = 1
+    #: An error ended the run on this rank: `close` does not wait for what it sent.
+    failed = False
+    #: Whether a collective on tensors of `device` raises an error when another rank dies, before the timeout.
+    reports_lost_ranks = True
+
+    def values(self, tensor: torch.Tensor, planned: Any) -> Any:
+        """Return what `tensor.tolist()` does, which waits for its device; not collective.
+
+        For decisions by value: in a plan, which has neither values nor other ranks, it is `planned`.
+        """
+        return tensor.tolist()
+
+    def barrier_with_timeout(self, what: str, limit_s: float) -> None:
+        """Wait until every rank has called this for the same `what`, but at most `limit_s` seconds.
+
+        For calls that a user may make on one rank only: a collective would hang, this raises an error.
+
+        Raises:
+            ConfigError: some ranks did not call it within `limit_s` seconds.
+        """
+
+    def report_failure(self, text: str) -> None:
+        """Tell the other ranks why this one is about to end; the first report is kept. Not collective.
+
+        The report stays available after this process ends if the launcher hosts the store, as the local launchers and
+        torchrun do.
+        """
+
+    def read_failure_report(self, limit_s: float = 2.0) -> str | None:
+        """Return the report of a rank that ended, if one arrives within `limit_s` seconds. Not collective."""
+        return None
+
+    def key_value_store(self) -> KeyValueStore:
+        """Return a store that ranks write and read at any time; with a separate connection, for use in a thread."""
+        if self.world_size > 1:
+            raise ConfigError(
+                f"{type(self).__name__} has no key_value_store()", expected="one, for ranks to agree on when to stop",
+                do="tell the strategy's author",
+            )  # fmt: skip
+        return KeyValueStore()
