@@ -1,8 +1,8 @@
-"""What a group of ranks offers beside collectives: failure reports, and a store that needs no other rank."""
+"""What a group of ranks offers beside collectives: failure reports, groups for other threads, a store."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from stratagem.errors import ConfigError
 
@@ -74,3 +74,24 @@ class GroupServices:
                 do="tell the strategy's author",
             )  # fmt: skip
         return KeyValueStore()
+
+    def with_own_connection(self) -> Self:
+        """Return the same collectives with a separate connection, for failure reports of another thread."""
+        return self
+
+    def duplicate(self, purpose: str) -> Self:
+        """Return collectives over another group of the same ranks, for CPU tensors; one group for each `purpose`.
+
+        Calls over different groups never match each other, so some ranks may use one while others use another. All
+        ranks call it.
+        """
+        return self
+
+    def new_group(self) -> Self:
+        """Return collectives over a new group of the same ranks, on the CPU, for use in another thread."""
+        if self.world_size > 1:
+            raise ConfigError(
+                f"{type(self).__name__} has no new_group()", expected="one, for saving in the background",
+                do="save without async_save, or tell the strategy's author",
+            )  # fmt: skip
+        return self

@@ -1,7 +1,5 @@
 """Every hook of a run, in the order in which they are called; the last two end it.
 
-Plugin authors need this module, `stratagem.api.kinds` and `stratagem.api.context`.
-
 [Note: answering, acting, wrapping]
 * An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
   answers, the core's default does. Two plugins that answer are an error before anything runs.

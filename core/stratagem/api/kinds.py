@@ -104,14 +104,11 @@ class Plugin(metaclass=PluginType):
     kind: ClassVar[str] = "plugin"
     #: What it provides and requires; a property if that depends on options.
     capabilities: ClassVar[Capabilities] = Capabilities()
-
     #: Options that may be given without their names, in this order.
     positional: ClassVar[tuple[str, ...]] = ()
-
     #: It replaces layers of the module: a run has one such plugin at most, and what it prepared is not trained without
     #: it.
     replaces_layers: ClassVar[bool] = False
-
     #: A run may have several of one class: `state_key` then contains the options that are not at their defaults.
     identified_by_options: ClassVar[bool] = False
 
@@ -124,10 +121,9 @@ class Plugin(metaclass=PluginType):
 
     @property
     def state_key(self) -> str | None:
-        """The name under which this plugin's state is saved; the same for every name, preset and instance of it.
+        """The name under which its state is saved; the same for every name, preset and instance of it.
 
-        None is the class that defines the state, as ``module:Class``, with the options where `identified_by_options`.
-        Override it to read what a class of another name saved.
+        None is the class that defines the state, as ``module:Class``. Override it to read what another class saved.
         """
         return None
 

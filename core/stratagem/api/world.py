@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import frozen
 
 from stratagem.api.group_services import GroupServices
-from stratagem.errors import ConfigError, StratagemError
+from stratagem.errors import StratagemError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -210,27 +210,6 @@ class Collectives(GroupServices):
         for rank, report in enumerate(reports):
             if report is not None:
                 raise StratagemError(f"rank {rank} failed with {report.rstrip('.')}", do="this rank stops with it")
-
-    def with_own_connection(self) -> Collectives:
-        """Return the same collectives with a separate connection, for failure reports of another thread."""
-        return self
-
-    def duplicate(self, purpose: str) -> Collectives:
-        """Return collectives over another group of the same ranks, for CPU tensors; one group for each `purpose`.
-
-        Calls over different groups never match each other, so some ranks may use one while others use another. All
-        ranks call it.
-        """
-        return self
-
-    def new_group(self) -> Collectives:
-        """Return collectives over a new group of the same ranks, on the CPU, for use in another thread."""
-        if self.world_size > 1:
-            raise ConfigError(
-                f"{type(self).__name__} has no new_group()", expected="one, for saving in the background",
-                do="save without async_save, or tell the strategy's author",
-            )  # fmt: skip
-        return Collectives()
 
     def close(self) -> None:
         """Destroy the group; may be called twice."""

@@ -15,7 +15,7 @@ import copy
 import functools
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from attrs import evolve
 
@@ -84,7 +84,7 @@ class TorchCollectives(Collectives):
         self._comparing: Any = None
         #: This run set gloo's network interface, but the user made the default group, which outlives the run.
         self._chose_interface = False
-        self._duplicates: dict[str, Collectives] = {}
+        self._duplicates: dict[str, Self] = {}
         #: The backend for each type of device; see [Note: two backends].
         self._backends = backends_of(group)
 
@@ -175,14 +175,14 @@ class TorchCollectives(Collectives):
         same._comparing, same._owns_group, same.traffic = None, False, self.traffic
         return same
 
-    def duplicate(self, purpose: str) -> Collectives:
+    def duplicate(self, purpose: str) -> Self:
         if purpose not in self._duplicates:
             self._same_call("duplicate")
             self._duplicates[purpose] = self._on_cpu()
             self._duplicates[purpose].traffic = self.traffic
         return self._duplicates[purpose]
 
-    def _on_cpu(self) -> TorchCollectives:
+    def _on_cpu(self) -> Self:
         """Return collectives of the same ranks for CPU tensors, over a new gloo group. Collective."""
         import torch
         import torch.distributed as dist
@@ -192,7 +192,7 @@ class TorchCollectives(Collectives):
             # Of a smaller group only its own ranks call this.
             use_local_synchronization=self.group is not None,
         )  # fmt: skip
-        return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout)
+        return type(self)(self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout)
 
     def _in_rounds(self, tensor: torch.Tensor, ranks: int = 1) -> bool:
         """Whether gloo sends the CPU tensor `tensor`, of that many ranks at once, and takes longer than `rounds`."""
@@ -416,12 +416,12 @@ class TorchCollectives(Collectives):
     def key_value_store(self) -> KeyValueStore:
         return TCPKeyValueStore(self._store.clone())  # a separate connection: a wait on the shared one would block it
 
-    def with_own_connection(self) -> Collectives:
+    def with_own_connection(self) -> Self:
         same = copy.copy(self)
         same._store, same._owns_group = self._store.clone(), False
         return same
 
-    def new_group(self) -> Collectives:
+    def new_group(self) -> Self:
         self._same_call("new_group")
         return self._on_cpu()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -61,13 +61,13 @@ class PlannedCollectives(TorchCollectives):
         mine.traffic = self.traffic
         return mine
 
-    def duplicate(self, purpose: str) -> Collectives:
+    def duplicate(self, purpose: str) -> Self:
         return self
 
-    def new_group(self) -> Collectives:
+    def new_group(self) -> Self:
         return self
 
-    def with_own_connection(self) -> Collectives:
+    def with_own_connection(self) -> Self:
         return self
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
