@@ -195,7 +195,7 @@ def measured(rank: int, ranks: int, way: str, what: str, size: tuple[int, int], 
     peak = resident("VmHWM") - before
     if what == "load":  # the state of the optimizer is new
         peak -= 2 * local_megabytes(list(it.model.parameters()))
-    it.run.wait_for_saves()
+    it.run.saver.wait()
     if isinstance(it, RawAsyncDCP):
         it.saving.result()
     it.run.collectives.barrier()

@@ -76,7 +76,7 @@ class PushToHub(Callback):
         pushes = self.hub_strategy == "every_save" and self._saved is not None and run.is_global_zero
         # A search for a learning rate saves and removes checkpoints of its own.
         if pushes and str(path) in {*self._saved.best_k_models, self._saved.last_model_path}:
-            run.after_save(functools.partial(self._push, path))
+            run.saver.afterwards(functools.partial(self._push, path))
         return answer
 
     @hookimpl
@@ -87,7 +87,7 @@ class PushToHub(Callback):
             path = saved.best_model_path or saved.last_model_path
             if path:
                 self._metrics = as_numbers(trainer.published.exact)
-                run.after_save(functools.partial(self._push, as_path(path)))
+                run.saver.afterwards(functools.partial(self._push, as_path(path)))
 
     @hookimpl
     def on_exception(self) -> None:

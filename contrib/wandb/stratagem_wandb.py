@@ -147,7 +147,7 @@ class WandbLogger(Logger):
         if self._checkpoints is not None and self.log_model == "all" and self._rank == 0:
             kept = {*self._checkpoints.best_k_models, self._checkpoints.last_model_path}
             if str(path) in kept:  # not those of a search for a learning rate
-                run.after_save(functools.partial(self._log_checkpoint, self._checkpoints, str(path)))
+                run.saver.afterwards(functools.partial(self._log_checkpoint, self._checkpoints, str(path)))
         return answer
 
     @hookimpl

@@ -450,7 +450,7 @@ def test_choosing_the_logger_does_not_import_wandb():
 
 def test_the_last_lines_of_a_fit_name_the_folder_of_the_run(tmp_path):
     trainer = fit(tmp_path, logger=OFFLINE, max_epochs=1)
-    folder = trainer.run.written_files()["wandb"]
+    folder = trainer.run.stack.written_files()["wandb"]
     trainer.close()
 
     assert Path(folder).is_dir()

@@ -254,7 +254,7 @@ class ScaledPrecision(_Autocast):
         # GradScaler.step would synchronize once more.
         overflowed = not run.environment.simulated and _any(found)  # a plan has no values
         for optimizer in () if overflowed else with_gradients:
-            run.step_one(optimizer)
+            run.step.step_one(optimizer)
         for optimizer in optimizers:
             self._record(optimizer)
         if len(optimizers) == max(1, len(run.optimizers)):

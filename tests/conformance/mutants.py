@@ -35,9 +35,9 @@ from stratagem.api.capabilities import (
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
 )
+from stratagem.api.kinds import PrecisionPolicy
 from stratagem.api.named_state import logical_optimizer_state
 from stratagem.api.seeding import sampler_seed
-from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives
 from stratagem.comm_hooks import FP16Compress
 from stratagem.distributed.process_group import TorchCollectives

@@ -21,7 +21,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 def test_a_module_has_a_method_for_each_event_with_its_arguments():
     import inspect
 
-    own = {name for name in vars(ModuleEvents) if not name.startswith("_")}
+    own = {name for name in dir(ModuleEvents) if not name.startswith("_")}
     assert own == {*EVENTS, "setup", "teardown", "prepare_data"}
     for event in EVENTS:
         assert tuple(inspect.signature(getattr(ModuleEvents, event)).parameters)[1:] == arguments_of(event), event

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.api.named_state import check_weights
+from stratagem.api.state_fit import check_weights
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
 from stratagem_checkpoint_tools.actions import renamed

@@ -14,6 +14,7 @@ from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches
+from stratagem_trainer.api.user_view import UserView
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -433,3 +434,23 @@ def test_the_last_step_is_logged_before_the_checkpoint_of_the_end_is_saved(limit
 
     assert all(steps == [1, limit.get("max_steps", 5)] for steps in logged)
     assert logged
+
+
+class ReadsAll(sg.Callback):
+    """Reads what is for modules and scripts."""
+
+    def __init__(self):
+        self.read = {}
+
+    def on_train_batch_end(self, trainer):
+        self.read = {name: getattr(trainer, name) for name in vars(UserView) if not name.startswith("_")}
+        self.read |= {name: getattr(trainer, name) for name in UserView.__annotations__}
+
+
+def test_a_callback_reads_what_modules_and_scripts_read():
+    reads = ReadsAll()
+    sg.Trainer(max_steps=1, callbacks=[reads], **QUIET).fit(Net(), joined_batches(1, 8))
+
+    assert len(reads.read) == 15
+    assert (reads.read["training"], reads.read["local_rank"], reads.read["logger"]) == (True, 0, None)
+    assert reads.read["estimated_stepping_batches"] == 1

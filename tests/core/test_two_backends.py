@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
-from stratagem.api.world import Timeouts, World
+from stratagem.api.run_parts import Timeouts
+from stratagem.api.world import World
 from stratagem.distributed import default_group, interfaces, process_group
 from stratagem.distributed.default_group import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
@@ -135,7 +136,7 @@ def _save_in_the_background(rank, world_size, folder):
     def main(run):
         dist.new_group = refuse
         run.save(f"{folder}/a.ckpt", model=run.setup(torch.nn.Linear(2, 2)))
-        run.wait_for_saves()
+        run.saver.wait()
         return [each.timeout.total_seconds() for each in run.saver._groups]
 
     return run.launch(main)

@@ -87,7 +87,7 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(checkpoint,
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.mul_(0.5)
-            run.wait_for_saves()
+            run.saver.wait()
             saved = read_checkpoint(run, tmp_path / str(number))["state_dict"]
 
             assert all(torch.equal(saved[name].cpu(), value) for name, value in expected.items())
@@ -98,7 +98,7 @@ def test_one_file_holds_tensors_of_the_cpu(background, tmp_path):
     with _run(checkpoint={"name": "full", "async_save": background}) as run:
         _, model, optimizer = _trained(run)
         run.save(tmp_path / "a.ckpt", model=model, optimizer=optimizer)
-        run.wait_for_saves()
+        run.saver.wait()
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)
 
     assert {value.device.type for value in state["state_dict"].values()} == {"cpu"}

@@ -80,7 +80,7 @@ def _fit_lists(rank, world_size, batches):
             devices=world_size, **QUIET,
         )  # fmt: skip
         trainer.fit(model, part(batches, int(os.environ["RANK"]), world_size))
-        found[name] = weights_of(trainer), len(trainer.run.units(model))
+        found[name] = weights_of(trainer), len(trainer.run.ask("units", module=model))
     return found
 
 

@@ -144,7 +144,7 @@ def test_the_next_save_waits_and_tells(tmp_path):
             run.ask(
                 "save_checkpoint", state={"state_dict": {"w": torch.full((1000,), float(value))}}, path=tmp_path / "x"
             )
-        run.wait_for_saves()
+        run.saver.wait()
         assert float(read_any(tmp_path / "x")["state_dict"]["w"][0]) == 4
         (tmp_path / "file").write_text("")
         run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / "file" / "x")
@@ -165,7 +165,7 @@ def test_values_other_than_tensors_are_refused_at_once(checkpoint, tmp_path):
     with sg.Run(accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}) as run:
         with pytest.raises(CheckpointError, match="values.deep"):
             run.ask("save_checkpoint", state={"values": {"deep": object()}}, path=tmp_path / "x")
-        assert not run.is_saving
+        assert not run.saver.busy
 
 
 @pytest.mark.parametrize("checkpoint", list(FORMATS))

@@ -174,7 +174,7 @@ def _peak_of_gathering(rank, ranks, checkpoint, strategy, folder):
     before = resident("VmRSS")
     run.save(Path(folder) / "a.ckpt", model=model, optimizer=optimizer)
     peak = resident("VmHWM") - before
-    run.wait_for_saves()
+    run.saver.wait()
     run.collectives.barrier()
     return peak
 
@@ -211,7 +211,7 @@ def _gathered_twice(rank, ranks, checkpoint, folder):
         for parameter in model.module.parameters():
             parameter.zero_()
     go_on.set()
-    run.wait_for_saves()
+    run.saver.wait()
     run.collectives.barrier()
     return wanted
 

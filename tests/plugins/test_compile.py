@@ -513,11 +513,13 @@ def _no_backend(graph, example):
 )  # fmt: skip
 def test_graphs_are_refused_where_a_strategy_moves_parameters(options):
     module = Deep()
-    run = types.SimpleNamespace(device=torch.device("cuda"), shards_parameters=True, units=lambda _: [module.net[1]])
+    run = types.SimpleNamespace(
+        device=torch.device("cuda"), shards_parameters=True, ask=lambda _, module: [module.net[1]]
+    )
     with pytest.raises(ConfigError, match=r"records CUDA graphs.*use compile=.max-autotune-no-cudagraphs"):
         compilation._check_graphs(Compile(**options), module, run)
     compilation._check_graphs(Compile(mode="max-autotune-no-cudagraphs"), module, run)
-    run.units = lambda _: []
+    run.ask = lambda _, module: []
     compilation._check_graphs(Compile(**options), module, run)
 
 

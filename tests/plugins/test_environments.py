@@ -214,7 +214,7 @@ def test_devices_that_contradict_torchrun_are_refused(monkeypatch):
         sg.Run(accelerator="cpu", devices=3).launch(lambda run: None)
     run = sg.Run(accelerator="cpu", devices=2)  # and num_nodes is read
 
-    assert (run.num_nodes, run.place.world_size) == (2, 4)
+    assert (run.stack.num_nodes, run.place.world_size) == (2, 4)
 
 
 def test_nodes_with_different_numbers_of_processes_are_counted_by_torchrun():

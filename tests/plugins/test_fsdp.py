@@ -181,7 +181,9 @@ def test_offloaded_shards_are_pinned_for_a_gpu_that_the_run_uses(monkeypatch, de
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: device == "cpu")
     strategy = FSDPStrategy(cpu_offload=True)
     strategy._device_mesh = None
-    options = strategy._options(types.SimpleNamespace(precision_absorbed=False, device=torch.device(device)))
+    options = strategy._options(
+        types.SimpleNamespace(stack=types.SimpleNamespace(precision_absorbed=False), device=torch.device(device))
+    )
 
     assert options["offload_policy"].pin_memory is pins
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.api.values import PrecisionPolicy
+from stratagem.api.kinds import PrecisionPolicy
 from stratagem.config.settings import RunSettings
 from stratagem_callbacks import hints as given
 from stratagem_testing.reference import Net, joined_batches

@@ -570,7 +570,7 @@ BARE = """
     def launch():
         world = World(world_size=2, local_world_size=2)
         run = types.SimpleNamespace(
-            num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1), preload=lambda: None,
+            num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1), stack=types.SimpleNamespace(preload=lambda: None),
             accelerator=CPUAccelerator(),
         )
         return {launcher}().launch(main=body, run=run)

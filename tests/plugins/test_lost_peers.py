@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 import stratagem as sg
 from ports import free_port
-from stratagem.api.world import Collectives, KeyValueStore, Timeouts, World
+from stratagem.api.group_services import KeyValueStore
+from stratagem.api.run_parts import Timeouts
+from stratagem.api.world import Collectives, World
 from stratagem_peer_diagnosis import diagnosis, endpoints
 from stratagem_peer_diagnosis.endpoints import Endpoints, Peer, probe
 from stratagem_testing import run_in_processes
@@ -359,7 +361,9 @@ def test_a_far_rank_is_named_by_ranks_that_look_at_few(monkeypatch):
     peers = [Peer(rank, "a", "127.0.0.1", each.getsockname()[1], "") for rank, each in enumerate(listening)][1:]
     listening[150].close()
     run = SimpleNamespace(
-        collectives=_FarFromTheLost(many, {150}), rank=0, timeouts=Timeouts(timedelta(seconds=6), timedelta(seconds=6))
+        collectives=_FarFromTheLost(many, {150}),
+        rank=0,
+        stack=SimpleNamespace(timeouts=lambda: Timeouts(timedelta(seconds=6), timedelta(seconds=6))),
     )
 
     found = diagnosis.explain(

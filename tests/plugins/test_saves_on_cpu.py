@@ -182,7 +182,7 @@ def test_copies_for_a_save_in_the_background_are_queued_and_awaited_once(kind, q
             assert queued[: len(expected) + 1] == [*expected, "wait"]
             for tensor in state["state_dict"].values():
                 tensor.zero_()
-            run.wait_for_saves()
+            run.saver.wait()
 
     saved = read_checkpoint(sg.Run(checkpoint=kind(), accelerator="cpu"), tmp_path / "a")["state_dict"]
     assert {name: tensor.tolist() for name, tensor in saved.items()} == {

@@ -87,7 +87,7 @@ def test_each_mpi_tells_the_rank(within, name):
     assert run.stack.environment.name == "mpi"
     assert (place.rank, place.local_rank, place.node_rank, place.world_size) == (3, 1, 1, 4)
     assert (place.num_nodes, place.main_address, place.main_port) == (2, "h1", 1234)
-    assert run.num_nodes == 2
+    assert run.stack.num_nodes == 2
 
 
 def test_nodes_are_numbered_where_ranks_go_round_the_nodes(within):

@@ -114,7 +114,7 @@ def test_nodes_may_have_different_numbers_of_tasks(within):
     assert run.stack.environment.name == "slurm"
     assert (place.rank, place.local_rank, place.local_world_size, place.num_nodes) == (3, 0, 1, 2)
     assert run.num_processes == 1
-    assert run.num_nodes == 2
+    assert run.stack.num_nodes == 2
     within(UNEVEN | {"SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
     assert sg.Run(accelerator="cpu").num_processes == 3
 

@@ -9,6 +9,7 @@ import pytest
 import stratagem as sg
 from stratagem import World
 from stratagem.api import Environment, hookimpl
+from stratagem.api.validators import check_equal_nodes
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy, LocalSGDStrategy
 from stratagem_testing import run_in_processes
@@ -80,9 +81,9 @@ def test_ranks_that_go_round_the_nodes_make_no_groups():
     with pytest.raises(
         ConfigError, match="rank 1 is local rank 0 of node 1; expected as many processes on each node, "
     ):
-        place(1, ([0, 2], [1, 3])).check_equal_nodes("X", "set Y")
+        check_equal_nodes(place(1, ([0, 2], [1, 3])), "X", "set Y")
 
 
 def test_equal_nodes_have_no_rank_that_is_refused():
     for rank in range(4):
-        place(rank, ([0, 1], [2, 3])).check_equal_nodes("", "")
+        check_equal_nodes(place(rank, ([0, 1], [2, 3])), "", "")

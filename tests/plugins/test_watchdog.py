@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import stratagem as sg
-from stratagem.api.world import KeyValueStore
+from stratagem.api.group_services import KeyValueStore
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import PeerError
 from stratagem.runtime.launching import explained
@@ -142,7 +142,7 @@ def watching(lost, saving=False):
     watchdog._rank, watchdog._place, watchdog._since = 0, None, 0.0
     watchdog._told_at, watchdog._own, watchdog._earlier, watchdog._sure = math.inf, "", None, True
     watchdog._closing, watchdog._reports, watchdog.died = threading.Event(), Reports(), []
-    run = SimpleNamespace(batches_copied=0, is_writing=saving)
+    run = SimpleNamespace(step=SimpleNamespace(batches_copied=0), saver=SimpleNamespace(is_running=saving))
     watchdog.run, watchdog._run = run, lambda: run
     watchdog._die = lambda error, rank: watchdog.died.append(error)
     findings = iter(lost)
@@ -190,7 +190,7 @@ def _look_twice(watchdog, batches):
         for _ in range(2):
             watchdog._look_at_main_thread()
             seen.append(watchdog._since)
-            watchdog.run.batches_copied += batches
+            watchdog.run.step.batches_copied += batches
 
     thread = threading.Thread(target=look)
     thread.start()

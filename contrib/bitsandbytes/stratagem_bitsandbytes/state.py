@@ -8,7 +8,7 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import nn
 
-from stratagem.api.named_state import check_weights
+from stratagem.api.state_fit import check_weights
 from stratagem.errors import CheckpointError
 from stratagem_bitsandbytes.layers import EightBitLinear, FourBitLinear, quantized_layers
 

@@ -20,7 +20,8 @@ from colossalai.tensor.param_op_hook import ColoParamOpHookManager
 from colossalai.zero.gemini import gemini_optimizer
 from torch import nn
 
-from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
+from stratagem.api.named_state import parameter_names
+from stratagem.api.state_fit import check_optimizer_state, check_weights
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_colossalai.options import PATH
 from stratagem_colossalai.weights import Originals, group_names

@@ -22,7 +22,8 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin import LowLevelZeroPlugin
 from torch import nn
 
-from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
+from stratagem.api.named_state import parameter_names
+from stratagem.api.state_fit import check_optimizer_state, check_weights
 from stratagem.errors import ConfigError
 from stratagem_colossalai.options import PATH
 from stratagem_colossalai.weights import Originals, group_names

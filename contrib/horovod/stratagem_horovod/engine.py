@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from stratagem.api.validators import check_equal_nodes
 from stratagem.distributed.rendezvous import LOOPBACK
 from stratagem.errors import ConfigError, LaunchError, StratagemError
 from stratagem_horovod.variables import HOST, LOCAL_RANK, LOCAL_SIZE, NUM_HOSTS, RANK, SERVER, SERVER_PORT, SIZE
@@ -70,7 +71,7 @@ def start(run: RunContext, settings: dict[str, str]) -> bool:
         if started:
             _check_same(hvd, run, settings)
         elif run.world is not None:
-            run.world.check_equal_nodes("strategy is 'horovod'", _INSTEAD)
+            check_equal_nodes(run.world, "strategy is 'horovod'", _INSTEAD)
     except ConfigError as found:
         error = found
     run.collectives.fail_together(error)

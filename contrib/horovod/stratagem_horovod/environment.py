@@ -68,4 +68,4 @@ class HorovodEnvironment(Environment):
             )  # fmt: skip
         from stratagem_horovod.address import with_address  # it needs sockets and a store
 
-        return with_address(place, os.environ, run.timeouts.start.total_seconds())
+        return with_address(place, os.environ, run.stack.timeouts().start.total_seconds())

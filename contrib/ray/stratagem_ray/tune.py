@@ -142,7 +142,7 @@ class RayTune(Callback):
             saves = bool(self.save_checkpoints) and self.reports % int(self.save_checkpoints) == 0
             if saves:
                 trainer.save_checkpoint(folder / f"{_NAME}{trainer.run.checkpoint_format.suffix}")
-            trainer.run.wait_for_saves()  # Tune copies the folder; and it may end this process at any report
+            trainer.run.saver.wait()  # Tune copies the folder; and it may end this process at any report
             if trainer.is_global_zero:
                 tune = _tune()
                 names = self._names(trainer)

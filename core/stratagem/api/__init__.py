@@ -34,15 +34,17 @@ from stratagem.api.kinds import (
     Accelerator,
     CheckpointFormat,
     Command,
+    Confidence,
     Environment,
+    Evidence,
     Kind,
     Launcher,
     Plugin,
     Precision,
+    PrecisionPolicy,
     Strategy,
 )
 from stratagem.api.markers import hookimpl
-from stratagem.api.values import Confidence, Evidence, PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 
 __all__ = [

@@ -1,7 +1,5 @@
 """Every hook of a run, in the order in which they are called; the last two end it.
 
-Plugin authors need this module, `stratagem.api.kinds` and `stratagem.api.context`.
-
 [Note: answering, acting, wrapping]
 * An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
   answers, the core's default does. Two plugins that answer are an error before anything runs.
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from stratagem.api.context import Materializer, RunContext
+    from stratagem.api.context import RunContext
+    from stratagem.api.run_parts import Materializer
     from stratagem.api.world import Collectives, World
 
 # --- Processes ---------------------------------------------------------------------------------------------------
@@ -104,8 +103,8 @@ def prepare_module(module: nn.Module, run: RunContext) -> None:
 def units(module: nn.Module, run: RunContext) -> list[nn.Module]:
     """Answer (strategy): the parts of the user's `module` that it gathers or calls one by one. Default: none.
 
-    Called for ``run.units(module)``, before ``wrap_model`` is: by plugins that act on each unit, such as one that
-    compiles them.
+    Called for ``run.ask("units", module=module)``, before ``wrap_model`` is: by plugins that act on each unit, such as
+    one that compiles them.
     """
 
 
@@ -113,8 +112,9 @@ def units(module: nn.Module, run: RunContext) -> list[nn.Module]:
 def wrap_backend(backend: Callable[[Any, Any], Any], run: RunContext) -> Callable[[Any, Any], Any]:
     """Answer (strategy): what compiles graphs, given the `backend` of ``torch.compile``. Default: the same.
 
-    Called for ``run.wrap_backend(backend)``. A backend takes a graph and example inputs and returns a function of the
-    inputs. For a strategy whose activations are of a class with ``__torch_function__``: torch hands those to graphs.
+    Called for ``run.ask("wrap_backend", backend=backend)``. A backend takes a graph and example inputs and returns a
+    function of the inputs. For a strategy whose activations are of a class with ``__torch_function__``: torch hands
+    those to graphs.
     """
 
 
@@ -164,7 +164,7 @@ def forward_backward(module: nn.Module, batch: Any, batch_idx: int, divisor: flo
 
     Return what ``training_step`` returns. Differentiate its loss divided by `divisor`, which is the number of batches
     that are accumulated unless targets are counted, with `Run.backward`, which calls the hooks `on_before_backward` and
-    `on_after_backward`. Default: ``run.forward_backward(batch, batch_idx, divisor)``.
+    `on_after_backward`. Default: ``run.step.forward_backward(batch, batch_idx, divisor)``.
     """
 
 
@@ -198,7 +198,8 @@ def step_optimizers(optimizers: list[Optimizer], closure: Callable[[], Tensor] |
 
     Called once for each step, whatever the number of optimizers: count steps, and decide whether to skip one, in a
     wrapper of this hook. False means that all were skipped because gradients overflowed; all ranks must return the
-    same. `closure` is set only for one optimizer that evaluates the model itself. Default: ``run.step_one`` for each.
+    same. `closure` is set only for one optimizer that evaluates the model itself. Default: ``run.step.step_one`` for
+    each.
     """
 
 
@@ -206,7 +207,7 @@ def step_optimizers(optimizers: list[Optimizer], closure: Callable[[], Tensor] |
 def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: RunContext) -> bool:
     """Answer (an engine): update the parameters of one optimizer of a step; return whether they changed.
 
-    Called by ``run.step_one``, within `step_optimizers`. Default: ``optimizer.step()``.
+    Called by ``run.step.step_one``, within `step_optimizers`. Default: ``optimizer.step()``.
     """
 
 

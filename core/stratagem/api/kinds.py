@@ -10,6 +10,7 @@ The resolver calls the plain methods of the bases below *before any process star
 from __future__ import annotations
 
 import argparse
+import enum
 import inspect
 from abc import ABCMeta
 from datetime import timedelta
@@ -20,7 +21,6 @@ from attrs import define, field, fields, frozen
 
 from stratagem.api.capabilities import Capabilities
 from stratagem.api.paths import modified_at
-from stratagem.api.values import Evidence, PrecisionPolicy
 from stratagem.api.world import Mesh, World
 from stratagem.errors import ConfigError
 
@@ -104,14 +104,11 @@ class Plugin(metaclass=PluginType):
     kind: ClassVar[str] = "plugin"
     #: What it provides and requires; a property if that depends on options.
     capabilities: ClassVar[Capabilities] = Capabilities()
-
     #: Options that may be given without their names, in this order.
     positional: ClassVar[tuple[str, ...]] = ()
-
     #: It replaces layers of the module: a run has one such plugin at most, and what it prepared is not trained without
     #: it.
     replaces_layers: ClassVar[bool] = False
-
     #: A run may have several of one class: `state_key` then contains the options that are not at their defaults.
     identified_by_options: ClassVar[bool] = False
 
@@ -124,10 +121,9 @@ class Plugin(metaclass=PluginType):
 
     @property
     def state_key(self) -> str | None:
-        """The name under which this plugin's state is saved; the same for every name, preset and instance of it.
+        """The name under which its state is saved; the same for every name, preset and instance of it.
 
-        None is the class that defines the state, as ``module:Class``, with the options where `identified_by_options`.
-        Override it to read what a class of another name saved.
+        None is the class that defines the state, as ``module:Class``. Override it to read what another class saved.
         """
         return None
 
@@ -241,6 +237,25 @@ class Strategy(Plugin):
         return world.world_size
 
 
+@frozen(kw_only=True)
+class PrecisionPolicy:
+    """Which dtype where. A strategy with native mixed precision absorbs this instead of calling the precision's hooks.
+
+    ``None`` means "leave as it is".
+    """
+
+    #: Of parameters.
+    param_dtype: torch.dtype | None = None
+    #: Of forward and backward.
+    compute_dtype: torch.dtype | None = None
+    #: Of gradients while they are averaged.
+    reduce_dtype: torch.dtype | None = None
+    #: Of the module's buffers.
+    buffer_dtype: torch.dtype | None = None
+    #: Whether the loss is scaled so that small gradients do not vanish.
+    loss_scaling: bool = False
+
+
 @define(eq=False, repr=False, kw_only=True)
 class Precision(Plugin):
     """Sets dtypes: a policy, and hooks that are called unless the strategy applies the policy itself.
@@ -253,6 +268,43 @@ class Precision(Plugin):
     def policy(self) -> PrecisionPolicy:
         """Return which dtype is used where; called before any process starts."""
         return PrecisionPolicy()
+
+
+class Confidence(enum.IntEnum):
+    """How certain an environment is that it is the one to ask. The highest wins under ``environment="auto"``."""
+
+    #: Nothing says that it is absent: chosen if no other environment is found.
+    FALLBACK = 1
+    #: This process runs in a job of it, and was not started as one of several (the script of a batch job, a shell).
+    IN_JOB = 2
+    #: Some of the variables that it sets are missing: if no environment is certain, it is chosen and names them.
+    PARTIAL = 3
+    #: It started this process as one of a set, and its variables tell the rank.
+    CERTAIN = 4
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+@frozen
+class Evidence:
+    """Why an environment is present, with variables and their values ("SLURM_STEP_ID is '0'").
+
+    `rank` and `world_size` are what its variables say of this process, where they do. Two certain environments of equal
+    precedence that differ in them are an error: one of them was inherited from somewhere else.
+
+    `starters` is how many processes together started those of this world, such as torchrun's agents; None if unknown.
+    In an environment that started more processes than that, the others would train models of their own.
+    """
+
+    reason: str
+    confidence: Confidence = Confidence.CERTAIN
+    rank: int | None = None
+    world_size: int | None = None
+    starters: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.confidence})"
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -397,7 +449,7 @@ class CheckpointFormat(Plugin):
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether it calls ``run.save_in_background``, for which process groups are made at connect."""
+        """Whether it calls ``run.saver.submit``, for which process groups are made at connect."""
         return bool(getattr(self, "async_save", False))
 
     def recognises(self, path: Path) -> bool:

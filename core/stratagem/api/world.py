@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
-from stratagem.errors import ConfigError, StratagemError
+from stratagem.api.group_services import GroupServices
+from stratagem.errors import StratagemError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
-
-#: torch's own defaults for collectives on gloo, and on NCCL: GPUs that wait are expensive.
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-NCCL_TIMEOUT = timedelta(minutes=10)
-#: A start takes its time on a cold file system, however short a hang is to last.
-LEAST_START = timedelta(minutes=5)
-
-
-class Timeouts(NamedTuple):
-    """How long a rank waits for the others."""
-
-    #: To connect.
-    start: timedelta = DEFAULT_TIMEOUT
-    #: In a collective.
-    collective: timedelta = DEFAULT_TIMEOUT
 
 
 @frozen(kw_only=True)
@@ -68,33 +52,6 @@ class World:
     generation: str | None = "0"
     #: The same command may start the processes again: without a checkpoint ``ckpt_path="last"`` begins at step 0.
     may_restart: bool = False
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this process has rank 0."""
-        return self.rank == 0
-
-    def check_equal_nodes(self, needed_by: str, do: str) -> None:
-        """Refuse nodes with different numbers of processes, and ranks that go round them, for groups within a node.
-
-        Args:
-            needed_by: the option that makes such groups, with its value.
-            do: what to set instead, besides starting as many processes on each node.
-
-        Raises:
-            ConfigError: on the ranks whose place shows it; the others are told when all ranks meet.
-        """
-        if self.num_nodes * self.local_world_size != self.world_size:
-            found = (
-                f"{self.world_size} processes are on {self.num_nodes} nodes, {self.local_world_size} of them on this"
-            )
-        elif self.rank != self.node_rank * self.local_world_size + self.local_rank:
-            found = f"rank {self.rank} is local rank {self.local_rank} of node {self.node_rank}"
-        else:
-            return
-        raise ConfigError(
-            f"{needed_by}, and {found}", expected="as many processes on each node, ranked node by node", do=do
-        )
 
 
 #: The axes on which ranks read different samples, outermost first.
@@ -150,26 +107,7 @@ class Mesh:
         return list(groups.values())
 
 
-class KeyValueStore:
-    """Strings that all ranks can write and read, by key. No call waits for another rank."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def put(self, key: str, text: str) -> None:
-        """Write `text` under `key`, over an earlier value."""
-        self._values[key] = text
-
-    def append(self, key: str, text: str) -> None:
-        """Write `text` after what is under `key`; what several ranks append at once is all there."""
-        self._values[key] = self._values.get(key, "") + text
-
-    def get(self, key: str) -> str | None:
-        """Return the value of `key`; None if there is none."""
-        return self._values.get(key)
-
-
-class Collectives:
+class Collectives(GroupServices):
     """Collective operations over a group of ranks; the base class is the single-process no-op.
 
     Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape, and are on
@@ -177,18 +115,12 @@ class Collectives:
     group, from 0.
     """
 
-    #: Number of ranks of the group.
-    world_size = 1
     #: This process's rank within the group.
     rank = 0
-    #: An error ended the run on this rank: `close` does not wait for what it sent.
-    failed = False
     #: The device of tensors that are sent.
     device: Any = "cpu"
     #: The device of tensors that point-to-point messages send: the CPU beside gloo, which sends from its memory alone.
     message_device: Any = "cpu"
-    #: Whether a collective on tensors of `device` raises an error when another rank dies, before the timeout.
-    reports_lost_ranks = True
     #: torch's process group of these ranks, for engines that need one; None is the default group.
     group: Any = None
 
@@ -267,13 +199,6 @@ class Collectives:
         """Whether `flag` is true on at least one rank."""
         return any(self.all_gather_object(bool(flag)))
 
-    def values(self, tensor: torch.Tensor, planned: Any) -> Any:
-        """Return what `tensor.tolist()` does, which waits for its device; not collective.
-
-        For decisions by value: in a plan, which has neither values nor other ranks, it is `planned`.
-        """
-        return tensor.tolist()
-
     def fail_together(self, error: BaseException | None) -> None:
         """Raise an error on all ranks if any rank passes one, naming the first such rank; else return on all.
 
@@ -285,49 +210,6 @@ class Collectives:
         for rank, report in enumerate(reports):
             if report is not None:
                 raise StratagemError(f"rank {rank} failed with {report.rstrip('.')}", do="this rank stops with it")
-
-    def barrier_with_timeout(self, what: str, limit_s: float) -> None:
-        """Wait until every rank has called this for the same `what`, but at most `limit_s` seconds.
-
-        For calls that a user may make on one rank only: a collective would hang, this raises an error.
-
-        Raises:
-            ConfigError: some ranks did not call it within `limit_s` seconds.
-        """
-
-    def key_value_store(self, shared: bool = False) -> KeyValueStore:
-        """Return a store that ranks write and read at any time. Not collective.
-
-        What is written stays after this process ends if the launcher hosts the store, as the local launchers and
-        torchrun do.
-
-        Args:
-            shared: over the connection of these collectives, which may be waiting in another thread, rather than over
-                a separate one.
-        """
-        if self.world_size > 1:
-            raise ConfigError(
-                f"{type(self).__name__} has no key_value_store()", expected="one, for ranks to agree on when to stop",
-                do="tell the strategy's author",
-            )  # fmt: skip
-        return KeyValueStore()
-
-    def duplicate(self, purpose: str) -> Collectives:
-        """Return collectives over another group of the same ranks, for CPU tensors; one group for each `purpose`.
-
-        Calls over different groups never match each other, so some ranks may use one while others use another. All
-        ranks call it.
-        """
-        return self
-
-    def new_group(self) -> Collectives:
-        """Return collectives over a new group of the same ranks, on the CPU, for use in another thread."""
-        if self.world_size > 1:
-            raise ConfigError(
-                f"{type(self).__name__} has no new_group()", expected="one, for saving in the background",
-                do="save without async_save, or tell the strategy's author",
-            )  # fmt: skip
-        return Collectives()
 
     def close(self) -> None:
         """Destroy the group; may be called twice."""

@@ -146,6 +146,16 @@ class Saver:
             raise error
 
 
+class SingleProcessRun:
+    """The attributes of a `RunContext` that a checkpoint format uses, for one process without plugins."""
+
+    rank, world_size, is_global_zero = 0, 1, True
+
+    def __init__(self) -> None:
+        self.world, self.collectives = World(), Collectives()
+        self.saver = Saver(self.collectives)
+
+
 def _finish(saver: weakref.ref[Saver]) -> None:
     """Wait for the last save when a script ends. Its error cannot be caught any more, so it is printed."""
     try:
@@ -156,19 +166,3 @@ def _finish(saver: weakref.ref[Saver]) -> None:
     except Exception as error:  # noqa: BLE001
         text = str(error).splitlines()[0] if str(error) else "no reason given"
         print(f"stratagem: the last save did not finish ({type(error).__name__}: {text})", file=sys.stderr)
-
-
-class SingleProcessRun:
-    """Stands in for a `RunContext` where a format reads or writes files without a run, in one process."""
-
-    rank, world_size, is_global_zero = 0, 1, True
-
-    def __init__(self) -> None:
-        self.world, self.collectives = World(), Collectives()
-        self._saver = Saver(self.collectives)
-
-    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
-        self._saver.submit(write, background)
-
-    def wait_for_saves(self) -> None:
-        self._saver.wait()

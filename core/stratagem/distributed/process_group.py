@@ -16,13 +16,14 @@ import functools
 import io
 import pickle
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from stratagem.api.world import DEFAULT_TIMEOUT, Collectives, Timeouts
+from stratagem.api.run_parts import DEFAULT_TIMEOUT, Timeouts
+from stratagem.api.world import Collectives
 from stratagem.distributed import rounds
 from stratagem.distributed.comparison import check_same_call, comparing_group
 from stratagem.distributed.default_group import (
@@ -45,11 +46,29 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from stratagem.api.world import KeyValueStore, ReduceOp, World
+    from stratagem.api.context import RunContext
+    from stratagem.api.group_services import KeyValueStore
+    from stratagem.api.world import ReduceOp, World
 
 #: Tag of messages between two ranks. Those of users, whose tag is 0 unless they choose one, may go over the same group
 #: meanwhile; gloo matches by tag, NCCL has none.
 MESSAGE_TAG = 0x7367
+
+
+def join(world: World, backend: str, run: RunContext) -> Collectives:
+    """Return the collectives of the ranks of `world`, for an answer to `connect`. Collective.
+
+    Args:
+        backend: of torch.distributed, unless the environment connects the ranks itself.
+
+    Raises:
+        ConfigError: a process group exists with another backend or size.
+        LaunchError: the others did not come in time, or `backend` could not connect them.
+    """
+    joined = run.environment.join(world, run.device, run.stack.timeouts().start)
+    if joined is not None:
+        return joined
+    return TorchCollectives.connect(world, run.device, backend=backend, timeouts=run.stack.timeouts())
 
 
 class TorchCollectives(Collectives):
@@ -68,7 +87,7 @@ class TorchCollectives(Collectives):
         self._comparing: Any = None
         #: This run set gloo's network interface, but the user made the default group, which outlives the run.
         self._chose_interface = False
-        self._duplicates: dict[str, Collectives] = {}
+        self._duplicates: dict[str, Self] = {}
         #: The backend for each type of device; see [Note: two backends].
         self._backends = backends_of(group)
 
@@ -153,21 +172,21 @@ class TorchCollectives(Collectives):
         same._comparing, same._owns_group, same.traffic = None, False, self.traffic
         return same
 
-    def duplicate(self, purpose: str) -> Collectives:
+    def duplicate(self, purpose: str) -> Self:
         if purpose not in self._duplicates:
             self._same_call("duplicate")
             self._duplicates[purpose] = self._on_cpu()
             self._duplicates[purpose].traffic = self.traffic
         return self._duplicates[purpose]
 
-    def _on_cpu(self) -> TorchCollectives:
+    def _on_cpu(self) -> Self:
         """Return collectives of the same ranks for CPU tensors, over a new gloo group. Collective."""
         group = dist.new_group(
             dist.get_process_group_ranks(self.group), backend="gloo", timeout=self.timeout,
             # Of a smaller group only its own ranks call this.
             use_local_synchronization=self.group is not None,
         )  # fmt: skip
-        return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout)
+        return type(self)(self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout)
 
     def _in_rounds(self, tensor: torch.Tensor, ranks: int = 1) -> bool:
         """Whether gloo sends the CPU tensor `tensor`, of that many ranks at once, and takes longer than `rounds`."""
@@ -333,7 +352,7 @@ class TorchCollectives(Collectives):
     def key_value_store(self, shared: bool = False) -> KeyValueStore:
         return TCPKeyValueStore(self._store if shared else self._store.clone())
 
-    def new_group(self) -> Collectives:
+    def new_group(self) -> Self:
         self._same_call("new_group")
         return self._on_cpu()
 

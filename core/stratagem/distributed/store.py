@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from stratagem.api.world import KeyValueStore
+from stratagem.api.group_services import KeyValueStore
 from stratagem.distributed.probe import wait_for_store
 from stratagem.distributed.rendezvous import LOOPBACK, RendezvousStore
 from stratagem.errors import LaunchError
@@ -91,7 +91,7 @@ def _key(world: World) -> tuple[object, ...]:
 
 
 def _connection(world: World, timeout: timedelta) -> Any:
-    if world.is_global_zero and not world.store_hosted:
+    if world.rank == 0 and not world.store_hosted:
         return _hosted_store(world)
     place = _store_place(world)
     wait_for_store(world, place, timeout.total_seconds())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from stratagem.api.capabilities import MULTI_PROCESS
+from stratagem.api.validators import check_equal_nodes
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.discovery import registry
 from stratagem.distributed.uncaught_errors import listen
@@ -95,7 +96,7 @@ def peers_world_of(stack: Stack, world: World) -> World:
     if size == world.world_size:
         return world
     if size > 1 and world.num_nodes > 1:
-        world.check_equal_nodes(f"{stack.strategies[0]} has teams of {size} processes", "set a team_size of 1")
+        check_equal_nodes(world, f"{stack.strategies[0]} has teams of {size} processes", "set a team_size of 1")
     here = min(size, world.local_world_size)
     return evolve(
         world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,

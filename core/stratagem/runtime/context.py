@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.activity import PHASE
 from stratagem.api.capabilities import SHARDED_PARAMETERS, Capabilities
-from stratagem.api.kinds import Accelerator, CheckpointFormat, CopyStream, Environment, Plugin, Strategy
+from stratagem.api.kinds import Accelerator, CheckpointFormat, CopyStream, Environment, PrecisionPolicy, Strategy
 from stratagem.api.named_state import logical_optimizer_state
-from stratagem.api.values import PrecisionPolicy
-from stratagem.api.world import Collectives, Mesh, Timeouts, World
+from stratagem.api.run_parts import PHASE
+from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stratagem.api.context import Materializer, RunContext
+    from stratagem.api.context import RunContext
+    from stratagem.api.run_parts import Materializer
     from stratagem.runtime.handles import ModelHandle
 
 
@@ -131,10 +131,6 @@ class Context:
         """Whether a `Trainer` drives this run; False for the user's own loop."""
         return self.progress is not None
 
-    def num_implementations(self, hook: str) -> int:
-        """Return how many plugins of this run implement `hook`."""
-        return len(getattr(self.hooks.hook, hook).get_hookimpls())
-
     @property
     def place(self) -> World:
         """This process's rank and world, also before the ranks connect: what the environment answers."""
@@ -164,30 +160,17 @@ class Context:
         if self.is_global_zero:
             print(*values, **options)
 
-    # --- What the stack, the step and the saver have, as `RunContext` says ---------------------------------------
+    # --- What the stack and the step have, as `RunContext` says --------------------------------------------------
 
     policy: PrecisionPolicy = _of("stack.policy")
-    precision_absorbed: bool = _of("stack.precision_absorbed")
     strategy: Strategy = _of("stack.strategy")
     accelerator: Accelerator = _of("stack.accelerator.plugin")
-    backend: str = _of("stack.accelerator.plugin.backend")
     environment: Environment = _of("stack.environment.plugin")
     checkpoint_format: CheckpointFormat = _of("stack.checkpoint.plugin")
     num_processes: int = _of("stack.num_processes")
-    num_nodes: int = _of("stack.num_nodes")
     devices_given: bool = _of("stack.devices_given")
-    preload: Callable[[], None] = _of("stack.preload")
 
-    training_step: Callable[[Any, int], Any] = _of("step.training_step")
-    forward_backward: Callable[[Any, int, float], Any] = _of("step.forward_backward")
     differentiate: Callable[[Tensor], None] = _of("step.differentiate")
-    step_one: Callable[..., bool] = _of("step.step_one")
-
-    save_in_background: Callable[..., None] = _of("saver.submit")
-    wait_for_saves: Callable[[], None] = _of("saver.wait")
-    after_save: Callable[[Callable[[], None]], None] = _of("saver.afterwards")
-    is_saving: bool = _of("saver.busy")
-    is_writing: bool = _of("saver.is_running")
 
     # --- What was chosen -----------------------------------------------------------------------------------------
 
@@ -204,18 +187,6 @@ class Context:
     def plugins_of(self, kind: str) -> list[Any]:
         """Return the plugins of `kind`, in the order in which they act."""
         return [choice.plugin for choice in self.stack.of(kind)]
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return self.stack.timeouts()
-
-    def join(self, world: World, backend: str) -> Collectives:
-        from stratagem.distributed.process_group import TorchCollectives
-
-        joined = self.environment.join(world, self.device, self.timeouts.start)
-        if joined is not None:
-            return joined
-        return TorchCollectives.connect(world, self.device, backend=backend, timeouts=self.timeouts)
 
     def name_of(self, plugin: Any) -> str:
         """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""
@@ -342,15 +313,6 @@ class Context:
         materializer: Materializer = self.hooks.ask("materializer", module=module)
         return materializer
 
-    def units(self, module: nn.Module) -> list[nn.Module]:
-        """Return the parts of the user's `module` that the strategy gathers or calls one by one."""
-        return list(self.hooks.ask("units", module=module))
-
-    def wrap_backend(self, backend: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Return what the strategy has compile graphs, given the `backend` of ``torch.compile``."""
-        wrapped: Callable[[Any, Any], Any] = self.hooks.ask("wrap_backend", backend=backend)
-        return wrapped
-
     def share(self, loader: Any, stage: str) -> Any:
         """Return `loader` restricted to this process's share, unless ``use_distributed_sampler=False``."""
         if not self.settings.use_distributed_sampler:
@@ -379,11 +341,6 @@ class Context:
         """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value."""
         return self.step.clip_gradients(optimizer, max_norm, max_value)
 
-    def count_skipped_step(self) -> None:
-        """Report that an optimizer step which returned True turned out to have been skipped."""
-        if self.progress is not None:
-            self.progress.skipped_steps += 1
-
     # --- Files ---------------------------------------------------------------------------------------------------
 
     def format_of(self, path: Path) -> CheckpointFormat:
@@ -391,16 +348,6 @@ class Context:
         from stratagem.stack.formats import format_of
 
         return format_of(path, self.checkpoint_format)
-
-    @property
-    def batches_copied(self) -> int:
-        """How many batches were copied to the device beside its computation."""
-        return 0 if self.copy_stream is None else self.copy_stream.batches
-
-    def written_files(self) -> dict[str, str]:
-        """Return the paths of what plugins have written in this run, by title, as `Plugin.written_files` tells."""
-        plugins = [choice.plugin for choice in self.stack.active() if isinstance(choice.plugin, Plugin)]
-        return {title: path for plugin in plugins for title, path in plugin.written_files().items()}
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send `metrics` to all loggers. Called on rank 0."""

@@ -21,8 +21,9 @@ from stratagem.runtime.data import shard_dataloader
 def connect(world: Any, run: Any) -> Collectives:
     if world.world_size == 1:
         return Collectives()
-    joined: Collectives = run.join(world, run.backend)
-    return joined
+    from stratagem.distributed.process_group import join
+
+    return join(world, run.accelerator.backend, run)
 
 
 def units() -> list[nn.Module]:
@@ -71,7 +72,7 @@ def clip_gradients(optimizer: Any, max_norm: Any, max_value: Any) -> Any:
 
 
 def step_optimizers(optimizers: Any, closure: Any, run: Any) -> bool:
-    stepped = [run.step_one(each, closure) for each in optimizers]
+    stepped = [run.step.step_one(each, closure) for each in optimizers]
     return all(stepped)
 
 

@@ -54,7 +54,7 @@ def _world_here(run: Context) -> World:
     from stratagem.distributed.rendezvous import check_address
 
     world: World = run.ask("setup_environment")
-    check_address(world, run.timeouts.start.total_seconds())
+    check_address(world, run.stack.timeouts().start.total_seconds())
     return world
 
 
@@ -88,7 +88,7 @@ def explained(error: BaseException, run: Context) -> BaseException:
 def _explain_and_stop(run: Context, module: nn.Module | None) -> None:
     from stratagem.runtime.connection import peers_world_of
 
-    layout = run.strategy.layout(peers_world_of(run.stack, _whole_world(run, run.num_nodes)), module)
+    layout = run.strategy.layout(peers_world_of(run.stack, _whole_world(run, run.stack.num_nodes)), module)
     registry.find("command", "explain").load().show(run, layout, os.environ[EXPLAIN_VARIABLE])
     raise SystemExit(0)
 

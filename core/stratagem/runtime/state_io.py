@@ -43,7 +43,6 @@ class StatefulRun(RunContext, Protocol):
     """What reading and writing use of a run."""
 
     stack: Stack
-    whole_state: bool
 
 
 def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
@@ -107,7 +106,7 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, it is damaged, or a newer stratagem wrote it; on all ranks.
     """
-    run.wait_for_saves()
+    run.saver.wait()
 
     def other_format() -> str | None:
         if run.checkpoint_format.recognises(path):

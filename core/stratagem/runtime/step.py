@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from stratagem.api.activity import BACKWARD, PHASE, SINCE
 from stratagem.api.context import RunContext
 from stratagem.api.parameters import needs_closure
+from stratagem.api.run_parts import BACKWARD, PHASE, SINCE
 from stratagem.errors import ConfigError, nearest, with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from stratagem.api.kinds import CopyStream
     from stratagem.checkpoint.background_save import Saver
     from stratagem.runtime.hook_caller import HookCaller
     from stratagem.stack.plugins import Stack
@@ -31,6 +32,7 @@ class SteppedRun(RunContext, Protocol):
     stack: Stack
     saver: Saver
     progress: Any
+    copy_stream: CopyStream | None
 
 
 class Step:
@@ -218,6 +220,20 @@ class Step:
             )
         optimizer.step(**options if closure is None else {"closure": closure} | options)
         return True
+
+    def count_skipped(self) -> None:
+        """Report that an optimizer step which returned True turned out to have been skipped."""
+        if self._run.progress is not None:
+            self._run.progress.skipped_steps += 1
+
+    def num_implementations(self, hook: str) -> int:
+        """Return how many plugins of this run implement `hook`."""
+        return len(getattr(self._hooks.hook, hook).get_hookimpls())
+
+    @property
+    def batches_copied(self) -> int:
+        """How many batches were copied to the device beside its computation."""
+        return 0 if self._run.copy_stream is None else self._run.copy_stream.batches
 
     @property
     def stepping_hook(self) -> str | None:

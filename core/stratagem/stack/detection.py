@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from stratagem.api.values import Confidence, Evidence
+from stratagem.api.kinds import Confidence, Evidence
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.construction import make

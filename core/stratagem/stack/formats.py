@@ -57,7 +57,7 @@ def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict
 def write_with(checkpoint_format: CheckpointFormat, state: dict[str, Any], path: Path, run: Any) -> None:
     """Write `state` to `path` with a format that is not the run's own."""
     _call(checkpoint_format, "save_checkpoint", state=state, path=path, run=run)
-    run.wait_for_saves()
+    run.saver.wait()
 
 
 def _call(plugin: Any, hook: str, **given: Any) -> Any:

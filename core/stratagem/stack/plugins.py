@@ -9,9 +9,8 @@ from typing import Any
 from attrs import define, field, frozen
 
 from stratagem.api import hooks
-from stratagem.api.kinds import Plugin, Strategy
-from stratagem.api.values import PrecisionPolicy
-from stratagem.api.world import DEFAULT_TIMEOUT, LEAST_START, NCCL_TIMEOUT, Timeouts
+from stratagem.api.kinds import Plugin, PrecisionPolicy, Strategy
+from stratagem.api.run_parts import DEFAULT_TIMEOUT, LEAST_START, NCCL_TIMEOUT, Timeouts
 from stratagem.discovery import registry
 from stratagem.errors import ConfigError
 
@@ -116,6 +115,11 @@ class Stack:
         for choice in self.choices():
             if isinstance(choice.plugin, Plugin):
                 choice.plugin.preload(device_type)
+
+    def written_files(self) -> dict[str, str]:
+        """Return the paths of what plugins have written in this run, by title, as `Plugin.written_files` tells."""
+        plugins = [choice.plugin for choice in self.active() if isinstance(choice.plugin, Plugin)]
+        return {title: path for plugin in plugins for title, path in plugin.written_files().items()}
 
     def active(self) -> list[Choice]:
         """The plugins whose hooks are registered."""

@@ -192,7 +192,7 @@ def _rendezvous(place: World, implementation: Implementation, run: RunContext) -
             return evolve(place, main_port=port)
         from stratagem_environments_schedulers.one_node import share_port
 
-        return share_port(place, implementation.rank, run.timeouts.start.total_seconds())
+        return share_port(place, implementation.rank, run.stack.timeouts().start.total_seconds())
     if exported and port:
         return evolve(_numbered_nodes(place, implementation), main_address=exported, main_port=port)
     from stratagem_environments_schedulers.over_mpi import ask_mpi

@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
-from stratagem.api.activity import BATCH, PHASE, SINCE, STEP
+from stratagem.api.run_parts import BATCH, PHASE, SINCE, STEP
 from stratagem_evidence.memory_kills import kills_so_far
 
 #: How many collectives a ring holds.
@@ -22,7 +22,7 @@ LAST = 512
 
 _MAGIC = b"stratagem-ring-1"
 _HEADER = struct.Struct("<16sIId")  # magic, rank, process, when it began
-_PHASE = struct.Struct("<dddd")  # see `stratagem.api.activity`
+_PHASE = struct.Struct("<dddd")  # see `stratagem.api.run_parts`
 _COUNT = struct.Struct("<Q")
 _RECORD = struct.Struct("<QdI")  # number within the group, when it began, site
 #: Why a process ends, as far as it knows.

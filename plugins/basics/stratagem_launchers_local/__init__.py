@@ -223,7 +223,7 @@ class ForkLauncher(_FunctionLauncher):
             print(
                 "the processes are forks of this notebook's kernel: a notebook has no script to run again", flush=True
             )
-        run.preload()
+        run.stack.preload()
         # After the imports, which may initialize the CUDA driver.
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")

@@ -122,10 +122,10 @@ class _Participant:
     def agree(self) -> None:
         """Arrive, wait for the verdict, and raise it if it is an error."""
         self._number = self.meeting.arrive(self.me.to_json(), self.facts)
-        verdict = self._lead() if self.world.is_global_zero else self._await_verdict()
+        verdict = self._lead() if self.world.rank == 0 else self._await_verdict()
         self.meeting.acknowledge()
         if "kind" in verdict:
-            if self.world.is_global_zero and not self.world.store_hosted:  # the store ends with this process
+            if self.world.rank == 0 and not self.world.store_hosted:  # the store ends with this process
                 self.meeting.wait_for_readers(self.world.world_size, _GRACE_S)
             raise join_requests.error_from_json(verdict)
         if self._number > verdict["agreed"]:

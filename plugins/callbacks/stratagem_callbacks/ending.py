@@ -79,7 +79,7 @@ class Ending(Callback):
             return f"no checkpoint was saved{since}"
         name = f"{_shown(str(newest.path))} (step {newest.step})"
         if not newest.written:
-            if not trainer.run.is_saving:
+            if not trainer.run.saver.busy:
                 return f"the checkpoint {name} was not completed"
             name += ", which is being written and complete once the program has ended"
         if not newest.resumable:
@@ -110,7 +110,8 @@ def _reason(trainer: TrainerView, exception: BaseException) -> str:
 
 def _files(trainer: TrainerView) -> str:
     """Return titles and paths of the files that plugins have written and that exist."""
-    return "; ".join(f"{title}: {_shown(path)}" for title, path in trainer.run.written_files().items() if _exists(path))
+    files = trainer.run.stack.written_files().items()
+    return "; ".join(f"{title}: {_shown(path)}" for title, path in files if _exists(path))
 
 
 def _exists(path: str) -> bool:

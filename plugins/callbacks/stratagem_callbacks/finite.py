@@ -99,7 +99,7 @@ class Finite(Callback):
                 # an optimizer skips parameters without a gradient
                 for parameter in parameters if run.manual else _parameters(run.optimizers):
                     parameter.grad = None
-                run.count_skipped_step()
+                run.step.count_skipped()
 
     @hookimpl
     def on_train_end(self, trainer: TrainerView) -> None:

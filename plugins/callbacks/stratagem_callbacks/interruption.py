@@ -177,7 +177,7 @@ class Interruption(OwnCheckpoint):
         """Save, unless the newest checkpoint is recent, or another callback saves when the exception is raised."""
         if any(getattr(each, "save_on_exception", False) for each in trainer.callbacks):
             return
-        trainer.run.wait_for_saves()
+        trainer.run.saver.wait()
         if trainer.run.collectives.broadcast_object(self._is_due(trainer)):
             self.save(trainer, self.filename)
 

@@ -305,11 +305,12 @@ class ModelCheckpoint(Callback):
             self._write(trainer, last)
         if trainer.is_global_zero:
             if last and self.save_last == "link":
-                trainer.run.after_save(functools.partial(link_to, trainer.run.format_of, as_path(last), as_path(path)))
+                link = functools.partial(link_to, trainer.run.format_of, as_path(last), as_path(path))
+                trainer.run.saver.afterwards(link)
             if self.verbose and (path or last):
                 trainer.print(self._said_of(trainer, score, path or last))
             for old in obsolete:  # deleted only after the new one is written
-                trainer.run.after_save(functools.partial(remove, trainer.run.format_of, as_path(old)))
+                trainer.run.saver.afterwards(functools.partial(remove, trainer.run.format_of, as_path(old)))
 
     def _score(self, trainer: TrainerView) -> float | None:
         counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}

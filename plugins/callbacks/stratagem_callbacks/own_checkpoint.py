@@ -63,7 +63,7 @@ class OwnCheckpoint(Callback):
         self._written = [*(each for each in before if each != _key(path)), _key(path)]
         try:
             trainer.save_checkpoint(path)
-            trainer.run.wait_for_saves()
+            trainer.run.saver.wait()
         except BaseException:
             self._written = before
             raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.activity import AFTER, NEXT_BATCH, PHASES, PREDICT, SAVE, SETUP, TEST, VALIDATION
+from stratagem.api.run_parts import AFTER, NEXT_BATCH, PHASES, PREDICT, SAVE, SETUP, TEST, VALIDATION
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:

@@ -177,4 +177,4 @@ def waited_s(error: BaseException, run: RunContext) -> float:
     if _TIMED_OUT.search(str(error)) is None:
         return 0.0
     told = _MILLISECONDS.search(str(error))
-    return int(told[1] or told[2]) / 1000 if told else run.timeouts.collective.total_seconds()
+    return int(told[1] or told[2]) / 1000 if told else run.stack.timeouts().collective.total_seconds()

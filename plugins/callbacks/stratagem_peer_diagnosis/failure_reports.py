@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stratagem.api import Collectives
-    from stratagem.api.world import KeyValueStore, World
+    from stratagem.api.group_services import KeyValueStore
+    from stratagem.api.world import World
     from stratagem_evidence import RankEvidence
 
 #: How long ranks wait for each other's reports. A rank that hosts the store stays so long, for others to look.

@@ -124,7 +124,7 @@ class Watchdog:
     def _is_saving(self) -> bool:
         """Whether a save runs in the background. It ends, or fails: it is sent over gloo."""
         run = self._run()
-        return run is not None and run.is_writing
+        return run is not None and run.saver.is_running
 
     def _look_at_main_thread(self) -> None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -138,7 +138,7 @@ class Watchdog:
 
     def _batches(self) -> int:
         run = self._run()
-        return 0 if run is None else run.batches_copied
+        return 0 if run is None else run.step.batches_copied
 
     def _lost(self) -> PeerError | None:
         """Return what another rank reports, or which ranks are gone; None if all is well as far as can be seen."""

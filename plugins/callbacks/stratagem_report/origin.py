@@ -24,7 +24,7 @@ _GIT_S = 5.0
 def written_files(trainer: TrainerView, page: Path) -> list[tuple[str, str, str]]:
     """Return title, path and address relative to `page` of each file that plugins have written and that exists."""
     found = []
-    for title, path in trainer.run.written_files().items():
+    for title, path in trainer.run.stack.written_files().items():
         if is_remote(as_path(path)):
             found.append((title, path, ""))
         elif os.path.exists(path) and not _same(path, page):

@@ -46,9 +46,9 @@ class Layout(CheckpointFormat):
 
     @hookimpl
     def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
-        run.wait_for_saves()  # one copy at a time
+        run.saver.wait()  # one copy at a time
         write = functools.partial(self.write, self.plan(state, path, run), path)
-        run.save_in_background(write, background=self.async_save)
+        run.saver.submit(write, background=self.async_save)
         return True
 
     @hookimpl

@@ -159,7 +159,7 @@ class LossyHook(CommHook):
         while checks.pending and (wait or checks.pending[0].ready):
             if checks.pending.pop(0).numbers()["skipped"]:
                 self._warn(checks, run)
-                run.count_skipped_step()
+                run.step.count_skipped()
 
     @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:

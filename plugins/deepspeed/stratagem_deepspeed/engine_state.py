@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
+from stratagem.api.named_state import parameter_names
+from stratagem.api.state_fit import check_optimizer_state, check_weights
 from stratagem.checkpoint.state_checks import on_all_ranks
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, folder

@@ -19,7 +19,8 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
+from stratagem.api.named_state import parameter_names
+from stratagem.api.state_fit import check_optimizer_state, check_weights
 from stratagem.checkpoint.tensor_memory import as_gathered
 from stratagem.errors import CheckpointError
 

@@ -345,7 +345,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     @hookimpl(optionalhook=True, wrapper=True)
     def on_before_optimizer_step(self, run: RunContext) -> Generator[None, None, None]:
         gradients = run.model.gradient_guard
-        if gradients is None or run.num_implementations("on_before_optimizer_step") == 1:
+        if gradients is None or run.step.num_implementations("on_before_optimizer_step") == 1:
             return (yield)
         with gradients.guarding():
             return (yield)

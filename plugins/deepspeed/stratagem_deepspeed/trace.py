@@ -153,7 +153,7 @@ class LayerTrace:
     def _diverge(self, what: str) -> None:
         """Advance to a new node, if all ranks do. Collective, through the store."""
         self._write(what)
-        deadline = time.monotonic() + self._run.timeouts.collective.total_seconds()
+        deadline = time.monotonic() + self._run.stack.timeouts().collective.total_seconds()
         others = set(range(self._run.world_size)) - {self._run.rank}
         while others:
             for rank in sorted(others):

@@ -89,8 +89,9 @@ class DDP2Strategy(Strategy):
 
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
-        backend = self.process_group_backend or run.backend
-        return run.join(world, backend)
+        from stratagem.distributed.process_group import join
+
+        return join(world, self.process_group_backend or run.accelerator.backend, run)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import define, field
 
 from stratagem.api import CUSTOM_CLIPPING, GRADIENT_BUCKETS, SHARDED_PARAMETERS, Capabilities, Mesh
+from stratagem.api.validators import check_equal_nodes
 from stratagem.errors import ConfigError, shown
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 from stratagem_transforms.wrap_policy import check_policy
@@ -121,7 +122,7 @@ class FSDPOptions(ProcessGroupStrategy):
             return 1, world.world_size
         if self.device_mesh is None:
             hybrid = "strategy.fsdp.sharding_strategy is HYBRID_SHARD, so a node shares a replica"
-            world.check_equal_nodes(hybrid, "set strategy.fsdp.device_mesh, or use FULL_SHARD")
+            check_equal_nodes(world, hybrid, "set strategy.fsdp.device_mesh, or use FULL_SHARD")
         replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
         if replicas * shards != world.world_size:
             raise ConfigError(

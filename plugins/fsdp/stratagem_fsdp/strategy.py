@@ -67,7 +67,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
                 "strategy.fsdp.cpu_offload is True, and a plan counts one device's memory", do="plan without it"
             )
         if self.cpu_offload and "cpu" not in backends_of(None):
-            backend = self.process_group_backend or run.backend
+            backend = self.process_group_backend or run.accelerator.backend
             raise ConfigError(
                 f"strategy.fsdp.cpu_offload is True and the process group's backend is {dist.get_backend()!r}",
                 expected="one that also sends the CPU's tensors",
@@ -158,7 +158,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         policy = self.mixed_precision
         param_dtype: torch.dtype | None
         reduce_dtype: torch.dtype | None
-        if policy is None and run.precision_absorbed:
+        if policy is None and run.stack.precision_absorbed:
             policy = run.policy
             param_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype or torch.float32
         else:
@@ -179,7 +179,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
     @hookimpl
     def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any]:
         dtype = getattr(self.mixed_precision, "param_dtype", None) or (
-            run.policy.compute_dtype if run.precision_absorbed else None
+            run.policy.compute_dtype if run.stack.precision_absorbed else None
         )
         return self._steps.step(run.model, stage, sync, run, dtype)
 

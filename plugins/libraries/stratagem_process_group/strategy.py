@@ -81,9 +81,11 @@ class ProcessGroupStrategy(Strategy):
 
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
-        backend = self.process_group_backend or run.backend
+        from stratagem.distributed.process_group import join
+
+        backend = self.process_group_backend or run.accelerator.backend
         with variables_set(self, run, backend):
-            return run.join(world, backend)
+            return join(world, backend, run)
 
     @hookimpl
     def teardown(self, run: RunContext) -> None:

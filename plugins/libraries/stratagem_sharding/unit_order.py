@@ -60,7 +60,7 @@ class UnitOrder:
         self._ranks: list[int] = peers.all_gather_object(run.rank)
         #: There are no other ranks: in a plan they are taken to do the same.
         self._is_alone = peers.world_size == 1 or run.environment.simulated
-        self._limit_s = _PART_OF_TIMEOUT * run.timeouts.collective.total_seconds()
+        self._limit_s = _PART_OF_TIMEOUT * run.stack.timeouts().collective.total_seconds()
         self._key, self._round = f"fsdp/{next(_orders)}/{self._ranks[0]}", 0
         #: The same on all ranks, as they wrap the same models in the same order.
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

@@ -108,7 +108,7 @@ class Compile(Callback):
         if not self.disable:
             _check_tools(self, run)
             _check_graphs(self, module, run)
-            self._wrapped_backend = run.wrap_backend(self._chosen_backend)
+            self._wrapped_backend = run.ask("wrap_backend", backend=self._chosen_backend)
         parts = [] if self.disable else self._parts(module, run)
         for part in module.modules():
             if part in _COMPILED and part not in parts:  # compiled by an earlier run, which chose other parts
@@ -159,7 +159,7 @@ class Compile(Callback):
         """Return the modules to compile one by one; none if steps are compiled."""
         if self.modules is not None:
             return chosen(module, self.modules)
-        units = [unit for unit in run.units(module) if any(True for _ in unit.parameters())]
+        units = [unit for unit in run.ask("units", module=module) if any(True for _ in unit.parameters())]
         if self.per_block is False and units:
             raise ConfigError(
                 f"{_PATH}.per_block is False, and the strategy gathers or calls {len(units)} units one by one, in "
@@ -407,7 +407,7 @@ def _check_graphs(options: Compile, module: nn.Module, run: RunContext) -> None:
     is_graph = value in ("reduce-overhead", "max-autotune", "cudagraphs")
     if (options.options or {}).get("triton.cudagraphs"):
         name, value, is_graph = "options", options.options, True
-    if is_graph and run.device.type == "cuda" and run.shards_parameters and run.units(module):
+    if is_graph and run.device.type == "cuda" and run.shards_parameters and run.ask("units", module=module):
         raise ConfigError(
             f"{_PATH}.{name} is {value!r}, which records CUDA graphs, and the strategy gathers parameters into other "
             "memory in each step",

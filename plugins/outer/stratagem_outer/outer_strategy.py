@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import define, field
 
 from stratagem.api import MULTI_PROCESS, TEAMS, WITHIN_TEAM, Capabilities, Strategy, hookimpl
-from stratagem.api.validators import at_least, duration
+from stratagem.api.validators import at_least, check_equal_nodes, duration
 from stratagem.errors import ConfigError
 from stratagem_outer.diverging_replicas import DivergingReplicas
 
@@ -44,7 +44,7 @@ class OuterStrategy(DivergingReplicas, Strategy):
     def processes_per_team(self, world: World, inner: Strategy) -> int:
         trains_several = MULTI_PROCESS in inner.capabilities.provides
         if trains_several and self.team_size is None:
-            world.check_equal_nodes(f"{self.path}.team_size is not set, so a node is a team", "set team_size to 1")
+            check_equal_nodes(world, f"{self.path}.team_size is not set, so a node is a team", "set team_size to 1")
         size = self.team_size or (world.local_world_size if trains_several else 1)
         found = f"{self.path}.team_size is {size}{' by default' * (self.team_size is None)}"
         if size > 1 and not trains_several:

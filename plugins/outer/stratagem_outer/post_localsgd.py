@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import define, field
 
 from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Collectives, hookimpl
-from stratagem.api.validators import at_least
+from stratagem.api.validators import at_least, check_equal_nodes
 from stratagem.errors import ConfigError
 from stratagem_buckets import CommHook
 from stratagem_outer.diverging_replicas import DivergingReplicas
@@ -74,7 +74,7 @@ class PostLocalSGD(DivergingReplicas, CommHook):
 
     def _size_of_subgroup(self, world: World) -> int:
         if self.subgroup_size is None:
-            world.check_equal_nodes(f"{self.path}.subgroup_size is not set, so a node is a subgroup", "set it")
+            check_equal_nodes(world, f"{self.path}.subgroup_size is not set, so a node is a subgroup", "set it")
         size = self.subgroup_size or world.local_world_size
         found = f"{self.path}.subgroup_size is {self.subgroup_size} and the run has {world.world_size} processes"
         if world.world_size % size:

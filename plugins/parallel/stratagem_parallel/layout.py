@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from stratagem.api import Mesh
+from stratagem.api.validators import check_equal_nodes
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def make_mesh(given: Mapping[str, int | str | None], world: World, *, across_nod
                 expected="a divisor of the processes of a node: layers of one model wait for each other often",
                 do=f"choose a smaller size, or set strategy.{name}.tensor_across_nodes to True",
             )
-        world.check_equal_nodes(f"strategy.{name}.tensor is {sizes['tensor']}", "set tensor_across_nodes to True")
+        check_equal_nodes(world, f"strategy.{name}.tensor is {sizes['tensor']}", "set tensor_across_nodes to True")
     return Mesh(axes={axis_of(size): sizes[size] for size in SIZES}, rank=world.rank)
 
 

@@ -273,7 +273,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         if self._pipeline is None:
             if self._context is not None and run.module is not None:
                 self._context.compare(run.module, "train", batch_idx, run)
-            return run.forward_backward(batch, batch_idx, divisor)
+            return run.step.forward_backward(batch, batch_idx, divisor)
         with contextlib.nullcontext() if self._sharding is None else self._sharding.several_backwards():
             return self._pipeline.train(batch, batch_idx, divisor)
 

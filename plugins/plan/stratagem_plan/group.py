@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 
 from stratagem.api import Collectives, World
-from stratagem.api.world import KeyValueStore, ReduceOp
+from stratagem.api.group_services import KeyValueStore
+from stratagem.api.world import ReduceOp
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem_plan.backend import NAME
 
@@ -60,10 +61,10 @@ class PlannedCollectives(TorchCollectives):
         mine.traffic = self.traffic
         return mine
 
-    def duplicate(self, purpose: str) -> Collectives:
+    def duplicate(self, purpose: str) -> Self:
         return self
 
-    def new_group(self) -> Collectives:
+    def new_group(self) -> Self:
         return self
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:

@@ -21,7 +21,7 @@ import torch
 import stratagem as sg
 from stratagem import World
 from stratagem.api import Evidence
-from stratagem.api.world import Timeouts
+from stratagem.api.run_parts import Timeouts
 from stratagem.discovery import catalog, registry
 from stratagem.stack.construction import make
 from stratagem_testing.conformance import Conformance
@@ -120,10 +120,11 @@ class EnvironmentConformance(_AutoDetected):
         environment = self.choice().plugin
         size = environment.local_processes() or 1
         world = self.world or World()
+        limits = Timeouts(start=timedelta(seconds=10), collective=timedelta(seconds=10))
         run = SimpleNamespace(
-            num_processes=size, num_nodes=environment.num_nodes() or world.num_nodes, devices_given=False,
+            num_processes=size, devices_given=False,
             settings=SimpleNamespace(num_nodes=world.num_nodes, environment=self.choice().name),
-            timeouts=Timeouts(start=timedelta(seconds=10), collective=timedelta(seconds=10)),
+            stack=SimpleNamespace(num_nodes=environment.num_nodes() or world.num_nodes, timeouts=lambda: limits),
         )  # fmt: skip
         answer = environment.setup_environment(run=run)
         assert isinstance(answer, World), f"`setup_environment` returned {answer!r}, expected a World"

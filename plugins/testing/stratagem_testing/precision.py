@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.api.capabilities import LOSS_SCALING, MULTI_PROCESS
-from stratagem.api.values import PrecisionPolicy
+from stratagem.api.kinds import PrecisionPolicy
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.expectations import expect_equal, expect_weights
 from stratagem_testing.reference import (
@@ -271,10 +271,10 @@ class _HalfOverflowing(Halves):
             return torch.full_like(gradient, torch.inf)
         return gradient
 
-    def on_train_batch_start(self) -> None:  # type: ignore[override]  # arguments that it does not use
+    def on_train_batch_start(self) -> None:
         self.before = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
 
-    def on_train_batch_end(self) -> None:  # type: ignore[override]
+    def on_train_batch_end(self) -> None:
         if self.bad == self.trainer.position.global_step - 1:
             self.moved += [name for name, each in self.named_parameters() if not torch.equal(each, self.before[name])]
 

@@ -164,7 +164,7 @@ class CallView:
 
     @property
     def num_nodes(self) -> int:
-        return self.run.num_nodes
+        return self.run.stack.num_nodes
 
     @property
     def num_devices(self) -> int:

@@ -18,8 +18,8 @@ from stratagem_trainer.progress import Position
 
 if TYPE_CHECKING:
     from stratagem.runtime.context import Context
-    from stratagem_trainer.api import TrainerView
     from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
+    from stratagem_trainer.api.user_view import UserView
     from stratagem_trainer.batches import ResumableBatches
     from stratagem_trainer.settings import TrainerSettings
 
@@ -42,7 +42,7 @@ class FitState:
     run: Context
     settings: TrainerSettings
     #: What hooks get as `trainer`.
-    trainer: TrainerView = field(repr=False)
+    trainer: UserView = field(repr=False)
     max_time: timedelta | None
     #: Over how many batches gradients accumulate, by the epoch from which on.
     accumulation: dict[int, int]

@@ -16,7 +16,7 @@ from stratagem_trainer.optimizer_handle import handles_of
 
 if TYPE_CHECKING:
     from stratagem.api.world import Collectives
-    from stratagem_trainer.api import TrainerView
+    from stratagem_trainer.api.user_view import UserView
     from stratagem_trainer.fit_state import FitState
 
 #: Properties that raise an error without a trainer, or without one that has them.
@@ -51,7 +51,7 @@ class ModuleAccess(nn.Module):
     # --- The trainer -----------------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> TrainerView:
+    def trainer(self) -> UserView:
         """The trainer that runs this module."""
         return self._state.trainer
 

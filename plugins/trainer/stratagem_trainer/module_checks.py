@@ -167,7 +167,7 @@ def _check_hidden(module: Module) -> None:
     """Refuse methods of a base class that comes after `Module`, whose own methods hide them."""
     bases = type(module).__mro__
     for base in bases[bases.index(ModuleEvents) :]:
-        for name in vars(ModuleEvents):
+        for name in dir(ModuleEvents):
             hidden = base not in Module.__mro__ and not name.startswith("__") and name in vars(base)
             if hidden and not overrides(module, name):
                 raise ConfigError(

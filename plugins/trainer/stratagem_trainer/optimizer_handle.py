@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.activity import OPTIMIZER_STEP, PHASE, SINCE
+from stratagem.api.run_parts import OPTIMIZER_STEP, PHASE, SINCE
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.activity import OPTIMIZER_STEP, PHASE, SINCE
 from stratagem.api.parameters import needs_closure
+from stratagem.api.run_parts import OPTIMIZER_STEP, PHASE, SINCE
 from stratagem.errors import ConfigError
 from stratagem_trainer import fit_state
 from stratagem_trainer.module import overrides

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stratagem_trainer.api import TrainerView
     from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
     from stratagem_trainer.api.metric_values import ReduceFx
+    from stratagem_trainer.api.user_view import UserView
     from stratagem_trainer.trial import TrialStep
 
 
@@ -51,7 +51,7 @@ def _shown(name: str) -> Any:
 
 
 class View(CallView):
-    """See `stratagem_trainer.api.trainer_view.TrainerView`."""
+    """See `stratagem_trainer.api.user_view.UserView`."""
 
     module, datamodule = _of_state("module"), _of_state("datamodule")
     published, callback_metrics, logged_metrics = _of_state("published"), _shown("published"), _shown("logged")
@@ -83,7 +83,7 @@ class View(CallView):
     @property
     def world_size(self) -> int:
         """Processes of the run: those that take part now, or that a launch would start."""
-        return self.run.world_size if self.run.world else self.run.num_processes * self.run.num_nodes
+        return self.run.world_size if self.run.world else self.run.num_processes * self.run.stack.num_nodes
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0 only."""
@@ -326,7 +326,7 @@ class View(CallView):
             self.run.ask("save_checkpoint", state=state, path=as_path(filepath))
         saved = SavedCheckpoint(as_path(filepath), self.global_step, resumable=not (weights_only or trainable_only))
         self._state.outcome.newest_checkpoint = saved
-        self.run.after_save(saved.mark_written)
+        self.run.saver.afterwards(saved.mark_written)
 
 
 def _caller() -> str:
@@ -336,6 +336,6 @@ def _caller() -> str:
 
 if TYPE_CHECKING:
 
-    def _satisfies(view: View) -> TrainerView:
-        """Checked by mypy: it has all that event hooks use."""
+    def _satisfies(view: View) -> UserView:
+        """Checked by mypy: it has all that event hooks and modules use."""
         return view

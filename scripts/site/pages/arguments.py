@@ -54,6 +54,7 @@ def trainer_page(root: Path) -> str:
         "## What modules, callbacks and scripts read\n",
         "A callback gets the trainer as the argument `trainer`, a module has it as `self.trainer`.\n",
         members(root, "stratagem_trainer.api.trainer_view.TrainerView"),
+        members(root, "stratagem_trainer.api.user_view.UserView"),
     ])  # fmt: skip
 
 

@@ -45,14 +45,16 @@ OF_PLUGINS = (
 )  # fmt: skip
 OF_HOOKS = (
     *(f"stratagem.api.{path}" for path in (
-        "context.RunContext", "world.World", "world.Collectives", "world.Mesh", "values.PrecisionPolicy",
-        "capabilities.Capabilities",
+        "context.RunContext", "run_parts.RunStep", "run_parts.RunSaver", "run_parts.RunStack", "world.World",
+        "world.Collectives", "group_services.GroupServices", "group_services.KeyValueStore", "world.Mesh",
+        "kinds.PrecisionPolicy", "capabilities.Capabilities",
     )),
     "stratagem_buckets.Bucket",
 )  # fmt: skip
 OF_MODULES = {
     "Steps, optimizers, logging, checkpoints": "stratagem_trainer.module.Module",
-    "Events": "stratagem_trainer.api.events.ModuleEvents",
+    "Events": "stratagem_trainer.api.events.EventMethods",
+    "Before and after a call": "stratagem_trainer.api.events.ModuleEvents",
     "The trainer, this process, parameters": "stratagem_trainer.module_access.ModuleAccess",
 }
 

@@ -153,7 +153,7 @@ class ContextAxis:
 
         def step(batch: Any) -> Any:
             if stage == "train":
-                return run.training_step(batch, batch_idx)
+                return run.step.training_step(batch, batch_idx)
             takes = len(inspect.signature(getattr(user, method)).parameters)
             return run.model(method, batch, *(batch_idx, 0)[: takes - 1])
 

@@ -301,7 +301,7 @@ class _TrainingStep:
 
     def _training_step(self, part: Any) -> Any:
         try:
-            return self.pipeline.run.training_step(part, self.batch_idx)
+            return self.pipeline.run.step.training_step(part, self.batch_idx)
         except RuntimeError as error:
             if "device meta" not in str(error) and "meta tensor" not in str(error):
                 raise

@@ -2,7 +2,8 @@
 
 from stratagem_trainer.api.kinds import Callback, Logger, has_role
 from stratagem_trainer.api.outputs import mean_loss
-from stratagem_trainer.api.trainer_view import FitOutcome, SavedCheckpoint, TrainerState, TrainerView
+from stratagem_trainer.api.trainer_parts import FitOutcome, SavedCheckpoint, TrainerState
+from stratagem_trainer.api.trainer_view import TrainerView
 
 __all__ = [
     "Callback", "FitOutcome", "Logger", "SavedCheckpoint", "TrainerState", "TrainerView", "has_role", "mean_loss",

@@ -10,7 +10,7 @@ import stratagem_trainer.api.events as events
 from stratagem.api.kinds import Kind, Plugin
 from stratagem_trainer.api.callback_log import LogsMetrics
 from stratagem_trainer.api.events import CallbackEvents, LoggerMethods
-from stratagem_trainer.api.hook_methods import belongs_to
+from stratagem_trainer.hook_methods import belongs_to
 
 
 @define(eq=False, repr=False, kw_only=True)

@@ -1,14 +1,11 @@
 """Protocol for the argument `trainer` of hooks: the attributes that a plugin may use.
 
-`stratagem.Trainer` has more attributes, which are for the script that made it, or private.
+`stratagem.Trainer` has more attributes, which are for the user (`stratagem_trainer.api.user_view`), or private.
 """
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Protocol
-
-from attrs import define, field, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,110 +15,44 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stratagem.api.context import Position, RunContext
+    from stratagem.api.context import RunContext
     from stratagem_trainer.api.lr_schedulers import LRSchedulerConfig
     from stratagem_trainer.api.metric_values import ReduceFx
     from stratagem_trainer.api.published import Published
+    from stratagem_trainer.api.trainer_parts import FitOutcome, PartSteps, TrainerState
 
 
-@frozen
-class TrainerState:
-    """Which call is under way or was the last one, and how it stands."""
+class Position(Protocol):
+    """Progress of training: the epoch, optimizer steps and batches so far. Callbacks set none of it."""
 
-    #: "fit", "validate", "test" or "predict"; None before the first call.
-    fn: str | None
-    #: "initializing" before the first call, then "running", "finished" or "interrupted" (by an error or a signal).
-    status: str
-    #: "train", "sanity_check", "validate", "test" or "predict" while a call is under way, otherwise None.
-    stage: str | None
-
-    @property
-    def finished(self) -> bool:
-        return self.status == "finished"
-
-    @property
-    def stopped(self) -> bool:
-        return self.status in ("finished", "interrupted")
-
-
-@define(eq=False)
-class SavedCheckpoint:
-    """A checkpoint that a fit has saved, or is saving in the background."""
-
-    path: Path
-    step: int
-    #: Whether a fit can continue from it: it holds more than weights.
-    resumable: bool
-    #: When it was requested: seconds of `time.monotonic`.
-    requested_at: float = field(factory=time.monotonic)
-    #: Whether all of it is written.
-    written: bool = False
-
-    def mark_written(self) -> None:
-        """Record that all of it is written."""
-        self.written = True
-
-
-@define(eq=False)
-class FitOutcome:
-    """How a fit ended or is about to end, and what it can be continued from."""
-
-    #: Why training has ended, or is about to; "" while nothing has asked for it.
-    reason: str = ""
-    #: The checkpoint that was saved last, or is being saved; None if this model was not saved yet.
-    newest_checkpoint: SavedCheckpoint | None = None
-    #: What a user writes to continue after an interrupted fit; a program that wraps the trainer sets its own command.
-    how_to_resume: str = 'fit(ckpt_path="last")'
-
-
-class PartSteps(Protocol):
-    """Trains the parts of a batch. The gradients of a part are added on this rank, unless the part ends a window."""
-
-    def train(self, part: Any, batch_idx: int, divisor: float, sync: bool) -> Any:
-        """Run forward and backward of `part`, its loss divided by `divisor`; return what `training_step` returns.
-
-        With `sync` the strategy completes the gradients of the window; without, it sends nothing in the backward.
-        """
-
-    def weight(self, part: Any, samples: int) -> float:
-        """Return how much the mean loss of `part` counts: its `samples`, or targets if `loss_normalization` says so."""
-
-    def recorded(self) -> AbstractContextManager[list[tuple[str, Any, dict[str, Any]]]]:
-        """Within, what is logged is added to a list of names, values and options, and not published.
-
-        Raises:
-            ConfigError: what is logged is an object that computes its value, such as a metric of torchmetrics.
-        """
-
-    def publish(self, entries: list[tuple[str, Any, dict[str, Any]]]) -> None:
-        """Log `entries` for the present batch."""
-
-    def send_buffers(self) -> None:
-        """Call the wrapped model without a computation: it sends now what it sends before a step. Collective."""
-
-    def average_gradients(self) -> None:
-        """Complete the gradients that parts without `sync` have added, as a backward with `sync` does. Collective."""
+    epoch: int
+    #: Optimizer steps so far, including those that a loss scale skipped.
+    global_step: int
+    #: Finished batches of the current epoch.
+    batches_done: int
+    #: Whether the current epoch ran all its batches.
+    epoch_done: bool
+    #: Whether `on_train_epoch_end` was called after all batches of the current epoch.
+    epoch_ended: bool
+    #: Optimizer steps that a loss scale skipped.
+    skipped_steps: int
 
 
 class TrainerView(Protocol):
     """The trainer, as event hooks of callbacks and loggers see it."""
 
-    @property
-    def run(self) -> RunContext:
-        """The run: its processes, collectives, plugins."""
-
+    #: The arguments of the trainer, as attributes.
+    settings: Any
     #: The module being trained or evaluated.
     module: Any
-    #: The data module of this call, or None.
-    datamodule: Any
     #: Every metric that was published; what decides by one reads `published.exact`.
     published: Published
     #: The same as float32 tensors, by name.
     callback_metrics: dict[str, Any]
-    #: Every metric that was sent to the loggers, as a float32 tensor, by name.
-    logged_metrics: dict[str, Any]
     #: Set to True to end training after the current batch, once `min_epochs` and `min_steps` are reached.
     should_stop: bool
+    #: Progress of training.
+    position: Position
     #: How the fit ended, or is about to.
     outcome: FitOutcome
     #: True during `fit`, False during a validation or test that the user called.
@@ -144,45 +75,19 @@ class TrainerView(Protocol):
     max_steps: int
 
     @property
-    def state(self) -> TrainerState:
-        """Which call is under way or was the last one, and how it stands."""
+    def run(self) -> RunContext:
+        """The run: its processes, collectives, plugins."""
 
     @property
-    def training(self) -> bool:
-        """Whether batches of training are being trained on."""
+    def state(self) -> TrainerState:
+        """Which call is under way or was the last one, and how it stands."""
 
     @property
     def validating(self) -> bool:
         """Whether a validation is under way, other than the sanity check."""
 
-    @property
-    def testing(self) -> bool:
-        """Whether a test is under way."""
-
-    @property
-    def predicting(self) -> bool:
-        """Whether a prediction is under way."""
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether a validation, the sanity check or a test is under way."""
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole fit, for schedules: ``configure_optimizers`` may use it. inf without a limit.
-
-        Reading it there makes the loaders, which is collective: all ranks read it.
-
-        Raises:
-            ConfigError: read before a fit has started.
-        """
-
     def stop(self, reason: str) -> None:
         """End training like ``should_stop = True``; the fit's last lines give `reason`, the first one if several do."""
-
-    @property
-    def settings(self) -> Any:
-        """The arguments of the trainer, as attributes."""
 
     @property
     def global_step(self) -> int:
@@ -193,20 +98,12 @@ class TrainerView(Protocol):
         """The epoch being trained, from 0."""
 
     @property
-    def position(self) -> Position:
-        """Progress of training."""
-
-    @property
     def world_size(self) -> int:
         """Number of processes over all nodes."""
 
     @property
     def global_rank(self) -> int:
         """This process's rank, from 0."""
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node, from 0."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -229,24 +126,8 @@ class TrainerView(Protocol):
         """The first callback that keeps checkpoints, or None."""
 
     @property
-    def early_stopping_callback(self) -> Any:
-        """The first callback that stops training early, or None."""
-
-    @property
-    def log_dir(self) -> str:
-        """The folder that the first logger writes to, once rank 0 has written something; else `default_root_dir`."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-
-    @property
     def loggers(self) -> list[Any]:
         """The loggers."""
-
-    @property
-    def logger(self) -> Any:
-        """The first logger, or None."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -274,10 +155,6 @@ class TrainerView(Protocol):
     @property
     def effective_batch_size(self) -> int | None:
         """Samples of an optimizer step, over all processes; None if the loader has no batch size."""
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``. Waits for the device."""
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
         """Write to `filepath` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
@@ -333,14 +210,6 @@ class TrainerView(Protocol):
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader, or the list of them, which yield this rank's part of the data; None without any."""
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """The loader, or the list of them, of `test`; None before one."""
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """The loader, or the list of them, of `predict`; None before one."""
 
     def trial_steps(self, who: str) -> AbstractContextManager[Callable[[Any, int], Tensor]]:
         """Run training steps and undo them afterwards.

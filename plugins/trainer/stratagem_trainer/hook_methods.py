@@ -1,5 +1,8 @@
 """Methods that are hooks by their names, without a mark: a callback's events, and what a logger writes.
 
+A class states each hook as a method that does nothing, without the arguments that all of its hooks have: see
+`stratagem_trainer.api.events`. A class that derives from it and from `HookMethods` has the hooks.
+
 A class that derives from `Callback` or `Logger` overrides them. A method gets the arguments that it names; one that
 names others, as Lightning's callbacks name ``pl_module``, gets them in order.
 """
@@ -11,13 +14,73 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from stratagem.api.markers import hookimpl
+from stratagem.api.markers import hookimpl, hookspec
 from stratagem.errors import ConfigError, PluginError
 
 #: The run that each logger belongs to in this process.
 _RUNS: Final[weakref.WeakKeyDictionary[Any, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+class HookMethods:
+    """Makes methods hooks: ``class CallbackEvents(EventMethods, HookMethods, trainer="TrainerView")``.
+
+    The methods of its first base state the hooks. The class has them with the arguments of the hooks; those that a
+    class overrides which derives from it are hooks without a mark.
+
+    Args:
+        by_hand: they may be called by hand, without the run.
+        first: the types of the arguments that each hook has before those of its method; `run` comes after them.
+    """
+
+    __slots__ = ()
+    #: By name.
+    hooks: ClassVar[dict[str, Any]]
+    called_by_hand: ClassVar[bool]
+
+    def __init_subclass__(cls, *, by_hand: bool = False, **first: Any) -> None:
+        if HookMethods not in cls.__bases__:
+            super().__init_subclass__(**first)
+            cls.mark_methods()
+            return
+        stated = {name: method for name, method in vars(cls.__bases__[0]).items() if not name.startswith("_")}
+        cls.called_by_hand, cls.hooks = by_hand, {name: _hook(stated[name], first) for name in stated}
+        for name, hook in cls.hooks.items():
+            setattr(cls, name, _to_override(cls, stated[name], ", ".join(arguments_of(hook)[:-1])))
+
+    @classmethod
+    def mark_methods(cls) -> bool:
+        """Mark the methods that the class overrides as hooks; return whether one had no mark."""
+        base = next(each for each in cls.__mro__ if HookMethods in each.__bases__)
+        found = _mark_all(cls, base)
+        if cls.called_by_hand:
+            _let_call_by_hand(cls)
+        return found
+
+
+def arguments_of(hook: Any) -> tuple[str, ...]:
+    """Return the names of the arguments of a hook, in order, with `run` last."""
+    return tuple(hook.__annotations__)[:-1]
+
+
+def _hook(method: Any, first: dict[str, str]) -> Any:
+    arguments = first | {name: text for name, text in method.__annotations__.items() if name != "return"}
+    arguments["run"] = "RunContext"
+    hook = eval(f"lambda {', '.join(arguments)}: None")  # noqa: S307 - pluggy reads names from the code
+    hook.__name__ = hook.__qualname__ = method.__name__
+    hook.__module__, hook.__doc__ = method.__module__, method.__doc__
+    hook.__annotations__ = arguments | {"return": "None"}
+    return hookspec(hook)
+
+
+def _to_override(cls: type[Any], stated: Any, arguments: str) -> Callable[..., None]:
+    def method(self: Any, *_: Any, **__: Any) -> None:
+        pass
+
+    method.__name__, method.__qualname__ = stated.__name__, f"{cls.__name__}.{stated.__name__}"
+    method.__module__, method.__doc__ = stated.__module__, f"({arguments}): {stated.__doc__}"
+    return method
 
 
 def belongs_to(logger: Any, run: Any) -> None:
@@ -25,11 +88,7 @@ def belongs_to(logger: Any, run: Any) -> None:
     _RUNS[logger] = weakref.ref(run)
 
 
-def _hooks_of(base: type[Any]) -> Iterable[str]:
-    return [name for name in vars(base) if not name.startswith("_") and name != "mark_methods"]
-
-
-def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequence[str]]) -> bool:
+def _mark_all(cls: type[Any], base: type[Any]) -> bool:
     """Mark the methods of `cls` that replace those of `base` as hooks, as early or late as what they override.
 
     Returns:
@@ -48,7 +107,7 @@ def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequ
                 f"{cls.__name__} defines {option.name}, an option of what it derives from", expected="another name",
                 do=f"choose one, and pass {option.name}= to {cls.__name__}",
             )  # fmt: skip
-    for name in _hooks_of(base):
+    for name, specified in base.hooks.items():
         for owner in cls.__mro__:
             if name in vars(owner):
                 break
@@ -58,12 +117,13 @@ def mark_all(cls: type[Any], base: type[Any], arguments_of: Callable[[str], Sequ
             continue
         if not isinstance(method, types.FunctionType):
             raise PluginError(f"{cls.__name__}.{name} is a {type(method).__name__}", expected="a method")
-        hook = _as_hook(cls.__name__, name, method, arguments_of(name))
+        arguments = arguments_of(specified)
+        hook = _as_hook(cls.__name__, name, method, arguments)
         markers = (getattr(vars(each).get(name), "stratagem_impl", None) for each in cls.__mro__)
         if inherited := next((each for each in markers if each and each is not hook.stratagem_impl), None):
             hook.stratagem_impl |= {when: inherited[when] for when in ("tryfirst", "trylast")}
         for each in (each for each in cls.__mro__ if hasattr(vars(each).get(name), "stratagem_impl")):
-            setattr(each, name, _taking_all(vars(each)[name], arguments_of(name)))
+            setattr(each, name, _taking_all(vars(each)[name], arguments))
         setattr(cls, name, hook)
         found = True
     return found
@@ -114,9 +174,9 @@ def _named_as(method: Any, call: Callable[..., Any], names: Iterable[str]) -> Ca
     return call
 
 
-def let_call_by_hand(cls: type[Any], base: type[Any]) -> None:
-    """Let the methods of `cls` that replace those of `base` be called without the run, outside of hooks."""
-    for name in _hooks_of(base):
+def _let_call_by_hand(cls: type[Any]) -> None:
+    """Let the methods of `cls` that are hooks be called without the run, outside of hooks."""
+    for name in cls.hooks:
         method = vars(cls).get(name)
         marker = getattr(method, "stratagem_impl", None)
         if marker is not None and not marker["wrapper"] and not hasattr(method, "by_hand"):
