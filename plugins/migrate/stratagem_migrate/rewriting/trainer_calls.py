@@ -13,8 +13,8 @@ from stratagem_migrate.names import NAMES
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code
 from stratagem_migrate.rewriting.references import Namespace
-from stratagem_migrate.rewriting.translations import CALLBACKS, Given, New, arguments_in, translated
 from stratagem_migrate.source import Source, constant
+from stratagem_migrate.translations import CALLBACKS, Given, New, arguments_in, translated
 
 
 def rewrite_trainers(edits: Edits, names: Namespace) -> None:
