@@ -34,6 +34,7 @@ from stratagem_buckets.flat import averaged, flatten, grouped, reached, views
 from stratagem_buckets.reducer import bucket_reducer, check_dense
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 from stratagem_process_group.losses import check_reached
+from stratagem_sharding.clipping import clip_norm, clip_values
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -191,21 +192,12 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
     def clip_gradients(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, max_value: float | None, run: RunContext
     ) -> torch.Tensor | float:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None]
         if max_value is not None:
-            if gradients:
-                torch._foreach_clamp_min_(gradients, -max_value)
-                torch._foreach_clamp_max_(gradients, max_value)
+            clip_values((p.grad for p in parameters), max_value)  # type: ignore[misc]  # chosen above
             return 0.0
         assert max_norm is not None, "one of the two limits is set"
-        squares = torch.zeros((), device=run.device, dtype=torch.float64)
-        if gradients:
-            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        total = run.peers.unchecked.all_reduce(squares, "sum").sqrt()
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for dtype in {gradient.dtype for gradient in gradients}:
-            torch._foreach_mul_([each for each in gradients if each.dtype == dtype], factor.to(dtype))
-        return total
+        return clip_norm(parameters, max_norm, run.peers)
 
     @hookimpl(wrapper=True)
     def step_optimizers(self, optimizers: list[torch.optim.Optimizer], run: RunContext) -> Generator[None, bool, bool]:

@@ -10,8 +10,9 @@ from torch import nn
 from stratagem.api import hookimpl
 from stratagem.api.named_state import check_weights, physical_optimizer_state, taken_out
 from stratagem.errors import ConfigError
+from stratagem_sharding.clipping import clip_values
 from stratagem_sharding.param_groups import reshard
-from stratagem_sharding.shards import clip_values, shard_like
+from stratagem_sharding.shards import local, shard_like
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,7 @@ class ShardingHooks:
     ) -> torch.Tensor | float:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if max_value is not None:
-            clip_values([p.grad for p in parameters], max_value)
+            clip_values((local(p.grad) for p in parameters), max_value)
             return 0.0
         assert max_norm is not None, "one of the two limits is set"
         return self.clip_norm(parameters, max_norm)
