@@ -18,17 +18,15 @@ WITHOUT_LOGGER: Final = "Trainer() without logger="
 
 def trainer_calls(source: Source) -> Iterator[Finding]:
     """Yield a finding for each argument of each Trainer."""
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and (source.known(node.func) or "").rpartition(".")[2] == "Trainer":
-            if node.args:
-                yield source.finding(node.args[0], CHANGE, f"Trainer({short(node.args[0])}, ...)",
-                                     "Trainer(name=value, ...)", "arguments are keywords")  # fmt: skip
-            names: set[str] = set()
-            for name, value in _keywords(source, node):
-                names.add(name)
-                yield from _argument(source, name, value)
-            if source.lightning(node.func) is not None:
-                yield from _changed_defaults(source, node, names)
+    for node in source.calls_of("Trainer"):
+        if node.args:
+            yield source.finding(node.args[0], CHANGE, f"Trainer({short(node.args[0])}, ...)",
+                                 "Trainer(name=value, ...)", "arguments are keywords")  # fmt: skip
+        given = list(_keywords(source, node))
+        for name, value in given:
+            yield from _argument(source, name, value)
+        if source.lightning(node.func) is not None:
+            yield from _changed_defaults(source, node, {name for name, _ in given})
 
 
 def _keywords(source: Source, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
