@@ -151,8 +151,10 @@ $(STAMP): $(VENV)/bin/python pyproject.toml core/pyproject.toml plugins/all.txt 
 	$(call INSTALL,--no-build-isolation -r plugins/all.txt)
 	touch $@
 
+# contrib/dp needs no engine: tests of the loop and of the step train under it, too.
 $(STAMP)-dev: $(STAMP)
 	$(call INSTALL,$(DEV) $(DOCS))
+	$(call INSTALL,--no-build-isolation --no-deps -e contrib/dp)
 	touch $@
 
 $(STAMP)-all: $(STAMP)-dev

@@ -26,9 +26,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stratagem.api.traffic import Traffic
-from stratagem_parallel.unchanged.tensor import connect, cut_layers
-from stratagem_parallel.unchanged.tensor.moves import Line, TracedStep
-from stratagem_parallel.unchanged.tensor.slices import as_slice
+from stratagem_parallel_unchanged.tensor import connect, cut_layers
+from stratagem_parallel_unchanged.tensor.moves import Line, TracedStep
+from stratagem_parallel_unchanged.tensor.slices import as_slice
 
 WIDTH, HEADS, KEYS, LENGTH, SIZE = 64, 8, 4, 8, 2
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.paths import as_path, is_remote, replace_text
+from stratagem.api.paths import is_remote, replace_text
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+from stratagem_log_folders import destination, make, why_not_writable
 from stratagem_trainer.api import Logger
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class CSVLogger(Logger):
         error = None
         if run.is_global_zero:
             try:
-                self._check_writable(self._destination(run.settings.default_root_dir))
+                self._check_writable(destination(self, run.settings.default_root_dir))
             except ConfigError as caught:
                 error = caught
         run.collectives.fail_together(error)
@@ -111,12 +110,10 @@ class CSVLogger(Logger):
             del self._rows[:-1]
 
     def _open(self, root: Path) -> None:
-        folder = self._destination(root)
+        folder = destination(self, root)
         self._check_writable(folder)
         try:
-            if self.version is None:
-                folder = _new_version(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = make(self, root)
             self._write_hparams(folder)
         except OSError as error:
             raise self._not_writable(folder, error.strerror or str(error)) from error
@@ -129,25 +126,11 @@ class CSVLogger(Logger):
         if self._hparams:
             (folder / "hparams.json").write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
 
-    def _destination(self, root: Path) -> Path:
-        """Return the folder of this run, or the parent of all versions if `version` is not set."""
-        parent = as_path(root if self.save_dir is None else self.save_dir) / self.name
-        if self.version is None:
-            return parent
-        return parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
-
     def _check_writable(self, folder: Path) -> None:
         """Raise if `folder` cannot be written; do not create it."""
-        if is_remote(folder):
-            raise self._not_writable(folder, "files at a URL cannot be appended to")
-        try:
-            existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        except OSError as error:
-            raise self._not_writable(folder, error.strerror or str(error)) from error
-        if not existing.is_dir():
-            raise self._not_writable(folder, f"{existing} is a file")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise self._not_writable(folder, f"no permission to write to {existing}")
+        reason = "files at a URL cannot be appended to" if is_remote(folder) else why_not_writable(folder)
+        if reason:
+            raise self._not_writable(folder, reason)
 
     def _not_writable(self, folder: Path, reason: str) -> ConfigError:
         option = "default_root_dir" if self.save_dir is None else "csv.save_dir"
@@ -181,18 +164,3 @@ class CSVLogger(Logger):
         writer.writeheader()
         writer.writerows(earlier)
         replace_text(self._file, text.getvalue())
-
-
-def _new_version(parent: Path) -> Path:
-    """Create the next free ``version_N`` and return it; runs that start at the same time get different ones."""
-    parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        folder = parent / f"version_{_next_version(parent)}"
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            return folder
-
-
-def _next_version(parent: Path) -> int:
-    taken = [path.name.removeprefix("version_") for path in parent.glob("version_*")]
-    return max((int(number) for number in taken if number.isdigit()), default=-1) + 1

@@ -13,10 +13,11 @@ import attrs
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.paths import as_path, is_remote
+from stratagem.api.paths import is_remote
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError, PluginError
+from stratagem_log_folders import destination, make, why_not_writable
 from stratagem_trainer.api import Logger
 
 if TYPE_CHECKING:
@@ -176,7 +177,10 @@ class TensorBoardLogger(Logger):
         self.close()  # a fit that resumes from an earlier step hides later entries
         self._purge_step = trainer.global_step + 1 if trainer.global_step else None
         example = _example(module, trainer.run) if self.log_graph else None
-        _check_writable(self._destination, self._option)
+        assert self._root is not None, "attached before"
+        folder = destination(self, self._root)
+        if not is_remote(folder) and (reason := why_not_writable(folder)):  # an object store says so when written to
+            raise self._not_writable(folder, reason)
         if self._hparams or self.log_graph:
             self._open()
         if self.log_graph:
@@ -191,7 +195,7 @@ class TensorBoardLogger(Logger):
             try:
                 self._writer = make(str(self._folder), purge_step=self._purge_step, flush_secs=self.flush_secs)
             except OSError as error:
-                raise _not_writable(self._folder, self._option, error) from error
+                raise self._not_writable(self._folder, error.strerror or str(error)) from error
             self._pid, self._session = os.getpid(), False
         if self._hparams:
             self._begin_session()
@@ -201,28 +205,19 @@ class TensorBoardLogger(Logger):
 
     # --- The folder ----------------------------------------------------------------------------------------------
 
-    @property
-    def _option(self) -> str:
-        return "default_root_dir" if self.save_dir is None else "tensorboard.save_dir"
-
-    @property
-    def _destination(self) -> Path:
-        """The folder of this run, or the parent of all versions if `version` is not set."""
-        assert self._root is not None
-        parent = as_path(self._root if self.save_dir is None else self.save_dir) / self.name
-        if self.version is None:
-            return parent
-        return parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
-
     def _make_folder(self) -> Path:
-        folder = self._destination
+        assert self._root is not None, "attached before"
         try:
-            if self.version is None:
-                return _next_free(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            return make(self, self._root)
         except OSError as error:
-            raise _not_writable(folder, self._option, error) from error
-        return folder
+            raise self._not_writable(destination(self, self._root), error.strerror or str(error)) from error
+
+    def _not_writable(self, folder: Path, reason: str) -> ConfigError:
+        option = "default_root_dir" if self.save_dir is None else "tensorboard.save_dir"
+        return ConfigError(
+            f"{option} leads to {str(folder)!r}, which cannot be written ({reason})",
+            expected="a folder that can be written", do=f"change {option}",
+        )  # fmt: skip
 
     # --- Hyper-parameters ----------------------------------------------------------------------------------------
 
@@ -270,40 +265,6 @@ def _summary_writer() -> Any:
             do="pip install tensorboard",
         ) from error  # fmt: skip
     return SummaryWriter
-
-
-def _next_free(parent: Path) -> Path:
-    """Create the next free ``version_N`` and return it; runs that start at the same time get different ones."""
-    taken = [path.name.removeprefix("version_") for path in parent.glob("version_*")] if parent.exists() else []
-    number = max((int(each) for each in taken if each.isdigit()), default=-1) + 1
-    while True:
-        try:
-            (parent / f"version_{number}").mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return parent / f"version_{number}"
-
-
-def _check_writable(folder: Path, option: str) -> None:
-    """Raise if `folder` cannot be written; do not create it."""
-    if is_remote(folder):
-        return  # an object store reports it when written to
-    try:
-        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        if not existing.is_dir():
-            raise NotADirectoryError(f"{existing} is a file")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise PermissionError(f"no permission to write to {existing}")
-    except OSError as error:
-        raise _not_writable(folder, option, error) from error
-
-
-def _not_writable(folder: Path, option: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{option} leads to {str(folder)!r}, which cannot be written ({error.strerror or error})",
-        expected="a folder that can be written", do=f"change {option}",
-    )  # fmt: skip
 
 
 # --- Hyper-parameters, in the format of TensorBoard's hparams plugin -------------------------------------------------

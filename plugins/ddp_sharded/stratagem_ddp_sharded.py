@@ -30,10 +30,11 @@ from stratagem.api.named_state import logical_optimizer_state, physical_optimize
 from stratagem.api.options import options
 from stratagem.api.validators import more_than
 from stratagem.checkpoint.tensor_memory import as_gathered
-from stratagem_buckets import Bucket
+from stratagem_buckets.flat import averaged, flatten, grouped, reached, views
 from stratagem_buckets.reducer import bucket_reducer, check_dense
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
 from stratagem_process_group.losses import check_reached
+from stratagem_sharding.clipping import clip_norm, clip_values
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -138,8 +139,8 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
             run.differentiate(loss)
             here = [parameter.grad is not None for parameter in parameters]
             check_reached(any(here), run)
-            reached = _reached(here, run)
-            self._average([p for p, some in zip(parameters, reached, strict=True) if some], run)
+            used = reached(here, run.peers)
+            self._average([p for p, some in zip(parameters, used, strict=True) if some], run)
         else:
             self._average_during(loss, parameters, run)
         for parameter, gradient in before.items():
@@ -153,15 +154,15 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         try:
             run.differentiate(loss)
             check_reached(sender.has_any, run)
-            averages, reached = sender.finish(lambda parameter: self._owners[parameter] == run.peers.rank)
+            averages, used = sender.finish(lambda parameter: self._owners[parameter] == run.peers.rank)
             # A parameter may get a gradient after its bucket was sent, from another part of the graph.
             late = [parameter.grad is not None for parameter in parameters]
         finally:
             sender.end()
-        flags = _reached([*reached, *late], run)
-        reached, late = flags[: len(parameters)], flags[len(parameters) :]
+        flags = reached([*used, *late], run.peers)
+        used, late = flags[: len(parameters)], flags[len(parameters) :]
         self._average([p for p, some in zip(parameters, late, strict=True) if some], run)
-        for parameter, some in zip(parameters, reached, strict=True):
+        for parameter, some in zip(parameters, used, strict=True):
             if some and (average := averages.get(parameter)) is not None:
                 parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
                 setattr(parameter.grad, _AVERAGED, True)
@@ -173,58 +174,30 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         for parameter in parameters:
             if parameter.grad is None:  # this rank's loss did not reach it, another's did
                 parameter.grad = torch.zeros_like(parameter)
-        if self._reduce is not None:
-            self._average_in_buckets(parameters)
-        else:
-            groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
-            with run.peers.traffic.sent_by("gradients"):
-                # The loop above has created missing gradients.
-                futures = [run.peers.average_async(_flatten([p.grad for p in group])) for group in groups]  # type: ignore[misc]
-            for group, future in zip(groups, futures, strict=True):
-                for parameter, part in zip(group, _unflatten(future.wait(), group), strict=True):
-                    parameter.grad.copy_(part)  # type: ignore[union-attr]  # made above
+        groups = grouped(reversed(parameters), self.bucket_cap_mb * 1e6)
+        futures = [
+            averaged(flatten(p.grad for p in group), index, groups, group, run.peers, self._reduce)  # type: ignore[misc]
+            for index, group in enumerate(groups)
+        ]
+        for group, future in zip(groups, futures, strict=True):
+            for parameter, part in zip(group, views(future.wait(), group), strict=True):
+                parameter.grad.copy_(part)  # type: ignore[union-attr]  # made above
         for parameter in parameters:
             if self._owners[parameter] == run.peers.rank:
                 setattr(parameter.grad, _AVERAGED, True)
             else:
                 parameter.grad = None
 
-    def _average_in_buckets(self, parameters: list[nn.Parameter]) -> None:
-        """Average the gradients of `parameters` through the comm hooks, in flat buckets."""
-        groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
-        futures = []
-        for index, group in enumerate(groups):
-            sizes = [parameter.numel() for parameter in group]
-            buffer = torch.cat([parameter.grad.flatten() for parameter in group])  # type: ignore[union-attr]  # the caller made it
-            views = [part.view_as(p) for p, part in zip(group, buffer.split(sizes), strict=True)]
-            last = index == len(groups) - 1
-            bucket = Bucket(
-                buffer=buffer, index=index, is_last=last, parameters=tuple(group), gradients=tuple(views)
-            )  # fmt: skip
-            futures.append((group, sizes, self._reduce(bucket)))
-        for group, sizes, future in futures:
-            for parameter, part in zip(group, future.wait().split(sizes), strict=True):
-                parameter.grad.copy_(part.view_as(parameter))  # type: ignore[union-attr]  # the caller made it
-
     @hookimpl
     def clip_gradients(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, max_value: float | None, run: RunContext
     ) -> torch.Tensor | float:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None]
         if max_value is not None:
-            if gradients:
-                torch._foreach_clamp_min_(gradients, -max_value)
-                torch._foreach_clamp_max_(gradients, max_value)
+            clip_values((p.grad for p in parameters), max_value)  # type: ignore[misc]  # chosen above
             return 0.0
         assert max_norm is not None, "one of the two limits is set"
-        squares = torch.zeros((), device=run.device, dtype=torch.float64)
-        if gradients:
-            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        total = run.peers.unchecked.all_reduce(squares, "sum").sqrt()
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for dtype in {gradient.dtype for gradient in gradients}:
-            torch._foreach_mul_([each for each in gradients if each.dtype == dtype], factor.to(dtype))
-        return total
+        return clip_norm(parameters, max_norm, run.peers)
 
     @hookimpl(wrapper=True)
     def step_optimizers(self, optimizers: list[torch.optim.Optimizer], run: RunContext) -> Generator[None, bool, bool]:
@@ -260,14 +233,14 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
             owned[self._owners[parameter]].append(parameter)
         peers = run.peers.unchecked
         for owner, theirs in sorted(owned.items()):
-            for group in _buckets(theirs, self.bucket_cap_mb * 1e6):
+            for group in grouped(reversed(theirs), self.bucket_cap_mb * 1e6):
                 if len(group) == 1:
                     peers.broadcast(group[0].data, owner)
                     continue
                 values = [parameter.data for parameter in group]
-                message = peers.broadcast(_flatten(values), owner)
+                message = peers.broadcast(flatten(values), owner)
                 if run.peers.rank != owner:
-                    torch._foreach_copy_(values, list(_unflatten(message, group)))
+                    torch._foreach_copy_(values, list(views(message, group)))
 
     # --- State ---------------------------------------------------------------------------------------------------
 
@@ -360,7 +333,8 @@ class _Sender:
 
     def _form_buckets(self, parameters: list[nn.Parameter]) -> None:
         self.close()
-        self._ids, self._groups = [id(parameter) for parameter in parameters], _buckets(parameters, self._limit)
+        self._ids = [id(parameter) for parameter in parameters]
+        self._groups = grouped(reversed(parameters), self._limit)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, index))
             for index, group in enumerate(self._groups)
@@ -389,7 +363,7 @@ class _Sender:
         for parameter in group:
             parameter.grad = None
         with self._peers.traffic.sent_by("gradients"):
-            self._sent.append(self._peers.average_async(_flatten(gradients)))
+            self._sent.append(self._peers.average_async(flatten(gradients)))
 
     def finish(self, wanted: Callable[[nn.Parameter], bool]) -> tuple[dict[nn.Parameter, torch.Tensor], list[bool]]:
         """Send the other buckets; return the averages that are `wanted`, and which parameters had a gradient here, in
@@ -400,7 +374,7 @@ class _Sender:
         averages = {}
         for index, group in enumerate(self._groups):
             future, self._sent[index] = self._sent[index], None  # frees the bucket as soon as its parts are copied
-            for parameter, part in zip(group, _unflatten(future.wait(), group), strict=True):
+            for parameter, part in zip(group, views(future.wait(), group), strict=True):
                 if wanted(parameter):
                     averages[parameter] = torch.empty_like(parameter).copy_(part)
         arrived = {id(parameter) for parameter in self._arrived}
@@ -415,34 +389,3 @@ class _Sender:
         for handle in self._handles:
             handle.remove()
         self._handles, self._ids = [], []
-
-
-def _reached(here: list[bool], run: RunContext) -> list[bool]:
-    """Return each flag after a logical or over the ranks. Collective."""
-    flags = torch.tensor(here, dtype=torch.uint8)  # on the CPU: no wait for a GPU
-    return run.peers.unchecked.all_reduce(flags, "max").bool().tolist() if here else []
-
-
-def _flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return a flat copy of `tensors`, which have one dtype, to be sent in one message."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _unflatten(message: torch.Tensor, like: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Return views of a `message` of `_flatten`, with the shapes of `like`."""
-    parts = message.split([each.numel() for each in like])
-    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
-
-
-def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Group `parameters` in reverse order, as backward reaches them, into buckets of one dtype and `limit` bytes."""
-    groups: list[list[nn.Parameter]] = []
-    open_groups: dict[torch.dtype, tuple[list[nn.Parameter], float]] = {}
-    for parameter in reversed(parameters):
-        group, left = open_groups.get(parameter.dtype, ([], 0.0))
-        if left < parameter.nbytes:
-            group, left = [], limit
-            groups.append(group)
-        group.append(parameter)
-        open_groups[parameter.dtype] = group, left - parameter.nbytes
-    return groups

@@ -21,7 +21,7 @@ from stratagem_parallel.context.attention import SequenceAttention
 from stratagem_parallel.exchange import gather
 from stratagem_parallel.expert import dispatch
 from stratagem_parallel.pipeline import pipeline
-from stratagem_parallel.unchanged.tensor import moves, rules
+from stratagem_parallel_unchanged.tensor import moves, rules
 from stratagem_testing import StrategyConformance
 
 TENSOR = {"name": "parallel", "tensor": 2}

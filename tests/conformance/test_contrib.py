@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(
     path.parent
     for path in ROOT.glob("contrib/*/pyproject.toml")
-    if path.parent.name != "template" and not (path.parent / "engine.lock").exists()
+    if path.parent.name not in ("template", "dp")  # the tests of dp are in tests/
+    and not (path.parent / "engine.lock").exists()
 )
 #: Those that have an environment of their own, and whether it is made in seconds.
 ENGINES = {path.parent.name: "# quick" in path.read_text().splitlines() for path in ROOT.glob("contrib/*/engine.lock")}

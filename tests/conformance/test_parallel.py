@@ -14,18 +14,24 @@ class TestReplicate(StrategyConformance):
     plugin = "parallel"
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/parallel_unchanged/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits"
+)
 class TestTensor(StrategyConformance):
     plugin = "tensor_parallel"
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/parallel_unchanged/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits"
+)
 class TestPipeline(StrategyConformance):
     plugin = "pipeline_parallel"
     world_sizes = (2,)
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/parallel_unchanged/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits"
+)
 class TestContext(StrategyConformance):
     plugin = "context_parallel"
     world_sizes = (2,)
@@ -65,6 +71,8 @@ class TestShards(StrategyConformance):
     world_sizes = (2, 3)
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/parallel_unchanged/", guard="tests/conformance/test_strategies.py::TestFSDPInUnits"
+)
 class TestExperts(ExpertsConformance):
     plugin = "expert_parallel"

@@ -7,7 +7,10 @@ from parallel_mutants import MUTANTS
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", "plugins/testing/", guard="tests/conformance/test_mutations.py::test_the_kit_notices"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    "plugins/testing/",
+    guard="tests/conformance/test_mutations.py::test_the_kit_notices",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from stratagem_dp import conformance
 from torch import nn
 
-from stratagem_dp import conformance
 from stratagem_testing import StrategyConformance
 
 
@@ -116,7 +116,7 @@ class TestDeepSpeedOffload(StrategyConformance):
     world_sizes = (2, 3)
 
 
-@pytest.mark.when_changed("plugins/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
+@pytest.mark.when_changed("contrib/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDP(conformance.DPConformance):
     plugin = "dp"
 
@@ -132,6 +132,6 @@ class TestDPOnThreeDevices(TestDP):
         return super().choose(**(arguments | {"devices": 3}))
 
 
-@pytest.mark.when_changed("plugins/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
+@pytest.mark.when_changed("contrib/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDDP2(conformance.DDP2Conformance):
     plugin = "ddp2"

@@ -76,6 +76,7 @@ def copy_sources(folder: Path) -> None:
 def build(folder: Path) -> None:
     """Write wheels of stratagem and all its plugins into `folder`."""
     projects = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("plugins/*/pyproject.toml")))]
+    projects.append(ROOT / "contrib" / "dp")  # tests train under it
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *projects)
 
 

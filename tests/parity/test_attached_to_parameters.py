@@ -96,10 +96,11 @@ REFUSED = {
 
 
 @pytest.mark.when_changed("plugins/ddp_sharded/", cases=("ddp_sharded",))
-@pytest.mark.when_changed("plugins/parallel/", cases=("shard",))
+@pytest.mark.when_changed("plugins/parallel/", "plugins/parallel_unchanged/", cases=("shard",))
 @pytest.mark.when_changed("plugins/deepspeed/", cases=("deepspeed_stage_3",))
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     cases=(
         "tensor",
         "pipeline",

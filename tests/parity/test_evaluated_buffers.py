@@ -77,6 +77,7 @@ def _check(results, folder):
 @pytest.mark.when_changed("plugins/outer/", cases=("local_sgd",))
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     cases=(
         "shard",
         "replicate",

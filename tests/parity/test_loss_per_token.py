@@ -115,6 +115,7 @@ WINDOWS = ((1, None), (3, 0.5))
 @pytest.mark.when_changed("plugins/deepspeed/", cases=("mean-deepspeed_stage_2",))
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     cases=(
         "mean-context",
         "element-pipeline",

@@ -205,7 +205,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.when_changed("plugins/parallel/", cases=("blocks, as one graph",))
+@pytest.mark.when_changed("plugins/parallel/", "plugins/parallel_unchanged/", cases=("blocks, as one graph",))
 @pytest.mark.slow
 @pytest.mark.every_push("steps around ulysses", "blocks, as one graph")
 @pytest.mark.parametrize("case", [*CASES, *TENSOR, *TWO_AXES])
@@ -242,11 +242,20 @@ GRAPHS = {"layers": [SUMS, SUMS], "sequence": [PARTS, PARTS, NORMS_TOO, NORMS_TO
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", guard="tests/parity/test_parallel_compiled.py::test_trains_as_without_compile"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    guard="tests/parity/test_parallel_compiled.py::test_trains_as_without_compile",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", [pytest.param("layers", marks=pytest.mark.when_changed("plugins/parallel/", "plugins/basics/")), "sequence"]
+    "plan",
+    [
+        pytest.param(
+            "layers",
+            marks=pytest.mark.when_changed("plugins/parallel/", "plugins/parallel_unchanged/", "plugins/basics/"),
+        ),
+        "sequence",
+    ],
 )
 def test_equal_layers_share_a_graph_and_what_takes_the_same_a_message(plan):
     for found in run_in_processes(_messages, 2, PLANS[plan], limit_s=300):
@@ -276,7 +285,7 @@ def _bad_label(rank, world_size):
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/stratagem_parallel/unchanged/tensor/",
+    "plugins/parallel_unchanged/stratagem_parallel_unchanged/tensor/",
     guard="tests/parity/test_parallel_compiled.py::test_trains_as_without_compile",
 )
 @pytest.mark.slow

@@ -173,7 +173,9 @@ def _train_llama(rank, world_size):
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", guard="tests/parity/test_parallel_context.py::test_trains_as_one_process"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    guard="tests/parity/test_parallel_context.py::test_trains_as_one_process",
 )
 @pytest.mark.slow
 @TRANSFORMERS
@@ -352,6 +354,7 @@ def _train_packed(rank, world_size, model, method, cut):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     cases=("PackedGPT-cut0-all_gather", "PackedLlama-cut1-ulysses", "PackedLlama-cut1-all_gather"),
 )
 @pytest.mark.slow

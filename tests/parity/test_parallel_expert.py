@@ -82,7 +82,11 @@ def test_trains_as_one_process(case):
         assert len(found) == len(WINDOWS)
 
 
-@pytest.mark.when_changed("plugins/parallel/", guard="tests/parity/test_parallel_expert.py::test_trains_as_one_process")
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    guard="tests/parity/test_parallel_expert.py::test_trains_as_one_process",
+)
 @pytest.mark.every_push("tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(OTHERS))

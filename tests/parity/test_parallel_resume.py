@@ -86,7 +86,7 @@ def _both(rank, world_size, layouts, path, batch, arguments):
     return found
 
 
-@pytest.mark.when_changed("plugins/parallel/", cases=("2-in the background",))
+@pytest.mark.when_changed("plugins/parallel/", "plugins/parallel_unchanged/", cases=("2-in the background",))
 @pytest.mark.every_push("2-within a window", "2-in the background")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -103,7 +103,9 @@ def _meshes(rank, world_size, sizes, plan, arguments):
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis",
 )
 @pytest.mark.every_push("shard blocks")
 @pytest.mark.slow

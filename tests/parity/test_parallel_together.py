@@ -81,7 +81,9 @@ AT_4 = {
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis",
 )
 @pytest.mark.every_push("one of them-shard x context, by all-gather")
 @pytest.mark.slow
@@ -109,7 +111,9 @@ PIPELINES_AT_4 = {
 }
 
 
-@pytest.mark.when_changed("plugins/parallel/", cases=("one of them-pipeline x shard, kept",))
+@pytest.mark.when_changed(
+    "plugins/parallel/", "plugins/parallel_unchanged/", cases=("one of them-pipeline x shard, kept",)
+)
 @pytest.mark.every_push(
     "one of them-pipeline x shard, kept",
     "one of them-pipeline x replicate",

@@ -107,7 +107,7 @@ def plainly(model):
     "plugins/libraries/",
     guard="tests/parity/test_writes_into_parts.py::test_what_the_step_writes_is_as_in_plain_pytorch",
 )
-@pytest.mark.when_changed("plugins/parallel/", cases=("tensor",))
+@pytest.mark.when_changed("plugins/parallel/", "plugins/parallel_unchanged/", cases=("tensor",))
 @pytest.mark.every_push("fsdp", "tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -83,7 +83,10 @@ STAY = ("parameters", "gradients")
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", "plugins/plan/", guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    "plugins/plan/",
+    guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -137,7 +140,10 @@ def pipelined(tmp_path_factory):
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", "plugins/plan/", guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    "plugins/plan/",
+    guard="tests/plan/test_plan.py::test_a_plan_sends_the_bytes_that_a_run_sends",
 )
 @pytest.mark.slow
 @PIPELINED
@@ -180,6 +186,7 @@ def test_a_stage_does_not_keep_converted_parameters_of_others(tmp_path):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     "plugins/plan/",
     guard="tests/plan/test_simulate.py::test_the_program_prints_and_writes_the_prediction",
 )

@@ -18,8 +18,8 @@ from stratagem.cli import main
 from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError
 from stratagem.runtime.context import Context
-from stratagem_migrate import arguments, examine, installed, names, own, trainers
-from stratagem_migrate.rewriting import rewrite, translations
+from stratagem_migrate import arguments, examine, installed, names, own, trainers, translations
+from stratagem_migrate.rewriting import rewrite
 from stratagem_migrate.source import Source
 from stratagem_testing.reference import Net, joined_batches
 

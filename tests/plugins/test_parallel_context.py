@@ -320,6 +320,7 @@ def _predict(rank, world_size):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     guard="tests/plugins/test_parallel_context.py::test_torchs_layers_train_validate_and_predict_as_in_one_process",
 )
 @pytest.mark.slow
@@ -475,6 +476,7 @@ def tokens(length=LENGTH, **others):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     guard="tests/plugins/test_parallel_context.py::test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused",
 )
 @pytest.mark.slow
@@ -571,7 +573,7 @@ def test_modules_imported_in_a_step_have_torchs_functions_afterwards():
 
 def _vocabulary(rank, world_size, strategy):
     """Return the weights, and how many losses were computed from parts of the vocabulary."""
-    from stratagem_parallel.unchanged.tensor import rules
+    from stratagem_parallel_unchanged.tensor import rules
 
     calls, compute = [], rules.cross_entropy
     rules.cross_entropy = lambda *args: (calls.append(1), compute(*args))[1]
@@ -581,7 +583,9 @@ def _vocabulary(rank, world_size, strategy):
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", guard="tests/plugins/test_parallel_context.py::test_means_count_the_targets_of_all_ranks"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    guard="tests/plugins/test_parallel_context.py::test_means_count_the_targets_of_all_ranks",
 )
 @pytest.mark.slow
 def test_the_loss_of_a_cut_vocabulary_is_computed_from_its_parts():
@@ -682,6 +686,7 @@ def _fit_pretrained(rank, world_size):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     guard="tests/plugins/test_parallel_context.py::test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused",
 )
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from stratagem_parallel.pipeline.runner import unchanged
 from stratagem_parallel.pipeline.schedules import SCHEDULES, actions, check_counts, schedule_named
 from stratagem_parallel.pipeline.targets import TargetCounts
 from stratagem_parallel.pipeline.timeline import timeline
-from stratagem_parallel.unchanged.tracing import cut_at
+from stratagem_parallel_unchanged.tracing import cut_at
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem_testing.training import QUIET, outcome, share, weights_of

@@ -18,9 +18,9 @@ import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem_parallel.derived_plan import derived
 from stratagem_parallel.plan import plan_of
-from stratagem_parallel.unchanged.tensor import described
-from stratagem_parallel.unchanged.tensor.loss import _check_in_range
-from stratagem_parallel.unchanged.tensor.slices import Slice
+from stratagem_parallel_unchanged.tensor import described
+from stratagem_parallel_unchanged.tensor.loss import _check_in_range
+from stratagem_parallel_unchanged.tensor.slices import Slice
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem_testing.training import QUIET, outcome, share, weights_of
@@ -188,6 +188,7 @@ def _dropout(rank, world_size, plan, checkpointing):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     guard="tests/plugins/test_parallel_context.py::test_ranks_draw_different_dropout_and_hold_equal_weights",
 )
 @pytest.mark.every_push("layers")

@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem_parallel.unchanged.tensor import PartsBackend
-from stratagem_parallel.unchanged.tensor.copies import marked
-from stratagem_parallel.unchanged.tensor.functions import see_slices
-from stratagem_parallel.unchanged.tensor.moves import Line, TracedStep, all_whole, part_of, summed_part, whole_of
-from stratagem_parallel.unchanged.tensor.slices import as_slice
+from stratagem_parallel_unchanged.tensor import PartsBackend
+from stratagem_parallel_unchanged.tensor.copies import marked
+from stratagem_parallel_unchanged.tensor.functions import see_slices
+from stratagem_parallel_unchanged.tensor.moves import Line, TracedStep, all_whole, part_of, summed_part, whole_of
+from stratagem_parallel_unchanged.tensor.slices import as_slice
 from stratagem_testing import run_in_processes
 
 
@@ -364,7 +364,7 @@ def test_functions_of_parts_return_what_those_of_wholes_do(world_size):
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/stratagem_parallel/unchanged/tensor/",
+    "plugins/parallel_unchanged/stratagem_parallel_unchanged/tensor/",
     guard="tests/parity/test_parallel_compiled.py::test_trains_as_without_compile",
 )
 @pytest.mark.slow

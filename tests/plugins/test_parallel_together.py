@@ -49,7 +49,9 @@ def _hooked(rank, world_size, options, hook, windows):
 
 
 @pytest.mark.when_changed(
-    "plugins/parallel/", guard="tests/plugins/test_comm_hooks.py::test_resumed_equals_uninterrupted"
+    "plugins/parallel/",
+    "plugins/parallel_unchanged/",
+    guard="tests/plugins/test_comm_hooks.py::test_resumed_equals_uninterrupted",
 )
 @pytest.mark.every_push("pipeline x replicate-allreduce")
 @pytest.mark.slow
@@ -196,6 +198,7 @@ def _eight(rank, world_size, inner):
 
 @pytest.mark.when_changed(
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     "plugins/outer/",
     guard="tests/plugins/test_parallel_together.py::test_teams_of_an_outer_strategy_are_parallel",
 )

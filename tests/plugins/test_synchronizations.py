@@ -101,6 +101,7 @@ def test_a_step_of_one_process_waits_for_nothing():
     "plugins/ddp/",
     "plugins/fsdp/",
     "plugins/parallel/",
+    "plugins/parallel_unchanged/",
     "plugins/trainer/",
     guard="tests/plugins/test_synchronizations.py::test_a_step_with_a_loss_scale_waits_for_one_number",
 )

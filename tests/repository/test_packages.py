@@ -46,6 +46,7 @@ OPTIONAL = {
     ("stratagem-loggers-hosted", "comet", "comet-ml"),
     ("stratagem-loggers-hosted", "trackio", "trackio"),
     ("stratagem-core", "remote", "universal-pathlib"),
+    ("stratagem-parallel", "unchanged", "stratagem-parallel-unchanged"),
     ("stratagem-plan", "png", "resvg-py"),
     ("stratagem-tools", "kit", "stratagem-testing"),
 }

@@ -24,6 +24,7 @@ from stratagem.api.per_run import PerRun
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_buckets import Bucket
+from stratagem_buckets.flat import flatten, views
 from stratagem_comm_hooks.error_feedback import Layout, as_real
 from stratagem_comm_hooks.feedback_hook import FeedbackHook
 from stratagem_comm_hooks.lossy import is_finite
@@ -151,7 +152,7 @@ class _PowerIteration(FeedbackHook):
         whole = _outside(matrices, values.numel())
         ms = [each.within(values) for each in matrices]
         pieces = [values[part] for part in whole] + [m @ q for m, q in zip(ms, qs, strict=True)]
-        reply = yield _joined(pieces, dtype)
+        reply = yield flatten(pieces).to(dtype)
         finite = is_finite(reply)
         pieces = _split(reply, pieces)
         for part, piece in zip(whole, pieces, strict=False):
@@ -159,7 +160,7 @@ class _PowerIteration(FeedbackHook):
         if matrices:
             ps = [orthonormal(p, self.orthogonalization_epsilon) for p in pieces[len(whole) :]]
             qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
-            message = _joined(qs, dtype)
+            message = flatten(qs).to(dtype)
             for each, m, p, q in zip(matrices, ms, ps, _split(message, qs), strict=True):
                 m -= torch.matmul(p, q.T, out=each.within(average))
             reply = yield message
@@ -279,11 +280,6 @@ def _outside(matrices: list[Matrix], count: int) -> list[slice]:
     return [slice(low, high) for low, high in bounds if low < high]
 
 
-def _joined(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([piece.reshape(-1) for piece in pieces]).to(dtype)
-
-
 def _split(message: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Split a `message` of `_joined` into tensors with the shapes and the dtype of those in `like`."""
-    pieces = message.to(like[0].dtype, copy=True).split([piece.numel() for piece in like])
-    return [piece.view(each.shape) for piece, each in zip(pieces, like, strict=True)]
+    """Split a `message` into tensors with the shapes and the dtype of those in `like`."""
+    return views(message.to(like[0].dtype, copy=True), like)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stratagem_buckets import Bucket
+from stratagem_buckets.flat import views
 from stratagem_buckets.reducer import bucket_reducer
 from stratagem_ddp.words import trained_names, unused
 
@@ -61,8 +62,7 @@ class PlannedReplica(nn.Module):
             self._first, self._memory, self._rebuilds = self._memory, self._allocate(), False
 
     def _parts(self, index: int) -> list[torch.Tensor]:
-        group, memory = self._groups[index], self._memory[index]
-        return [part.view_as(p) for p, part in zip(group, memory.split([p.numel() for p in group]), strict=True)]
+        return views(self._memory[index], self._groups[index])
 
     def _arrived(self, index: int, number: int, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, "it has just been computed"

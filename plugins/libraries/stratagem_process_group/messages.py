@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stratagem.api import Collectives
+from stratagem_buckets.flat import views
 
 #: Bytes of a message: large compared with the cost of its latency, small compared with the memory of a model.
 MESSAGE_BYTES = 25 << 20
@@ -56,9 +57,7 @@ def flatten(tensors: Mapping[str, Tensor], names: list[str], device: torch.devic
 
 def unflatten(message: Tensor, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parts of `message` with the names and shapes of the tensors that were concatenated."""
-    parts = message.split([tensors[name].numel() for name in names])
-    for name, part in zip(names, parts, strict=True):
-        yield name, part.view(tensors[name].shape)
+    yield from zip(names, views(message, [tensors[name] for name in names]), strict=True)
 
 
 def plain_mean(message: Tensor, group: Collectives) -> Tensor:

@@ -11,8 +11,9 @@ from stratagem.api import hookimpl
 from stratagem.api.named_state import physical_optimizer_state, taken_out
 from stratagem.api.state_fit import check_weights
 from stratagem.errors import ConfigError
+from stratagem_sharding.clipping import clip_values
 from stratagem_sharding.param_groups import reshard
-from stratagem_sharding.shards import clip_values, shard_like
+from stratagem_sharding.shards import local, shard_like
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ class ShardingHooks:
     ) -> torch.Tensor | float:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if max_value is not None:
-            clip_values([p.grad for p in parameters], max_value)
+            clip_values((local(p.grad) for p in parameters), max_value)
             return 0.0
         assert max_norm is not None, "one of the two limits is set"
         return self.clip_norm(parameters, max_norm)

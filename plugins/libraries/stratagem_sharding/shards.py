@@ -13,8 +13,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from stratagem.checkpoint.tensor_memory import as_gathered
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from stratagem.api import RunContext
 
 
@@ -44,14 +42,6 @@ _handlers[torch.ops.aten._local_scalar_dense.default] = lambda operation, given,
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of `tensor`; a tensor that is not sharded as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
-    """Clamp each element of `gradients` to [-max_value, max_value]."""
-    shards = [local(gradient) for gradient in gradients]
-    if shards:
-        torch._foreach_clamp_min_(shards, -max_value)
-        torch._foreach_clamp_max_(shards, max_value)
 
 
 def whole(tensor: DTensor) -> torch.Tensor:

@@ -38,15 +38,17 @@ _File = Source | YamlFile
 _KINDS: Final[dict[str, type[_File]]] = {files.NOTEBOOK: Notebook, **dict.fromkeys(files.YAML, YamlFile)}
 
 #: Functions that take a script and yield findings; the order does not matter.
-RULES = (
+_RULES: Final = (
     imports.imports, imports.references, imports.plugin_calls, trainer_arguments.trainer_calls,
     definitions.module_methods, definitions.optimizers, definitions.callbacks, definitions.derived,
-    own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
-    ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
+    own.on_self, trainers.seeds, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
     other_uses.switched_off, other_uses.minus_one, other_uses.utilities, other_uses.copied_lists,
     other_uses.private_of_loggers,
     outputs.of_training, strategies.subclasses, strategies.axes, about_magics,
 )  # fmt: skip
+
+#: Those that a script which does not use Lightning has nothing to do with.
+_RULES_ABOUT_LIGHTNING: Final = (trainers.on_trainer, trainers.loading, trainers.unshuffled, ranks.guarded)
 
 
 class Migrate(Command):
@@ -157,7 +159,8 @@ def examine_file(file: _File) -> list[Finding]:
 
 def examine(source: Source) -> list[Finding]:
     """Return the findings about a script, in the order of its lines."""
-    return sorted({finding for rule in RULES for finding in rule(source)})
+    rules = (*_RULES, *(_RULES_ABOUT_LIGHTNING if source.is_about_lightning else ()))
+    return sorted({finding for rule in rules for finding in rule(source)})
 
 
 def render(found: Sequence[Finding], everything: bool = False) -> str:

@@ -18,15 +18,12 @@ from stratagem_trainer.api.events import EVENTS
 
 def module_methods(source: Source) -> Iterator[Finding]:
     """Find methods of modules and data modules that stratagem does not call."""
-    for cls in source.of_role("module"):
-        for method in methods(cls):
-            yield from _module_method(source, method)
-    for cls in source.of_role("data"):
-        for method in methods(cls):
-            if method.name in installed.uncalled_by_data_modules():
-                yield source.finding(
-                    method, CHANGE, f"def {method.name}", *installed.uncalled_by_data_modules()[method.name]
-                )
+    for method in source.methods_of("module"):
+        yield from _module_method(source, method)
+    for method in source.methods_of("data"):
+        if method.name in installed.uncalled_by_data_modules():
+            found = installed.uncalled_by_data_modules()[method.name]
+            yield source.finding(method, CHANGE, f"def {method.name}", *found)
 
 
 def _module_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
@@ -126,9 +123,8 @@ def _count(returned: ast.expr) -> int:
 
 def callbacks(source: Source) -> Iterator[Finding]:
     """Yield a finding for each method of the script's callbacks: hooks need `@hookimpl` and list their arguments."""
-    for cls in source.of_role("callback"):
-        for method in methods(cls):
-            yield from _callback_method(source, method)
+    for method in source.methods_of("callback"):
+        yield from _callback_method(source, method)
 
 
 def derived(source: Source) -> Iterator[Finding]:

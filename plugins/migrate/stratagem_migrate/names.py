@@ -50,8 +50,8 @@ def _read(plugin: Sequence[str] = (), **fields: str) -> Counterpart:
     return Counterpart(plugin=(plugin[0], plugin[1]) if plugin else None, **fields)
 
 
-_TABLE: Final = tomllib.loads(Path(__file__).with_name("moved.toml").read_text(encoding="utf-8"))["names"]
-NAMES: Final = {name: _read(**fields) for name, fields in _TABLE.items()}
+TABLES: Final = tomllib.loads(Path(__file__).with_name("moved.toml").read_text(encoding="utf-8"))
+NAMES: Final = {name: _read(**fields) for name, fields in TABLES["names"].items()}
 
 #: Names whose counterpart takes their place as it is, in a call or an annotation; `imports` tells how others differ.
 DROP_IN: Final = frozenset({

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from stratagem_migrate.findings import CHANGE, CHECK, Finding
-from stratagem_migrate.source import Source, constant, methods, short
+from stratagem_migrate.source import Source, constant, short
 
 #: How to switch a step off.
 _STEPS: Final = {
@@ -32,11 +32,10 @@ def switched_off(source: Source) -> Iterator[Finding]:
 def minus_one(source: Source) -> Iterator[Finding]:
     """Find hooks that return -1 to stop: here only a module's `on_train_batch_start` may."""
     for role in ("module", "callback"):
-        for cls in source.of_role(role):
-            for method in methods(cls):
-                stops = role == "module" and method.name == "on_train_batch_start"
-                if method.name.startswith("on_") and not stops:
-                    yield from _returns_minus_one(source, method)
+        for method in source.methods_of(role):
+            stops = role == "module" and method.name == "on_train_batch_start"
+            if method.name.startswith("on_") and not stops:
+                yield from _returns_minus_one(source, method)
 
 
 def _returns_minus_one(source: Source, method: ast.AST) -> Iterator[Finding]:

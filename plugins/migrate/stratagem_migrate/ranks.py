@@ -18,8 +18,6 @@ _RANKS: Final = {"global_rank", "local_rank", "rank", "node_rank", "proc_rank"}
 
 def guarded(source: Source) -> Iterator[Finding]:
     """Yield a finding for each collective call under a condition on the rank."""
-    if not source.is_about_lightning:
-        return
     for node in source.nodes:
         if isinstance(node, ast.If) and (condition := _rank_condition(node.test)):
             yield from _collectives_in(source, _guarded_statements(source, node, condition), short(node.test))

@@ -176,6 +176,15 @@ class Source(ProjectFile):
         """Yield the classes with `role` "module", "data" or "callback"."""
         return (node for node, found in self._definitions if found == role)
 
+    def methods_of(self, role: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Yield the methods of the classes with `role`."""
+        return (method for cls in self.of_role(role) for method in methods(cls))
+
+    def calls_of(self, name: str) -> Iterator[ast.Call]:
+        """Yield the calls of what has this last name in Lightning or in stratagem."""
+        calls = (node for node in self.nodes if isinstance(node, ast.Call))
+        return (node for node in calls if (self.known(node.func) or "").rpartition(".")[2] == name)
+
     def finding(self, node: Any, certainty: str, old: str, new: str, note: str = "") -> Finding:
         return Finding(str(self.path), node.lineno, node.col_offset + 1, certainty, old, new, note)
 

@@ -61,8 +61,6 @@ STAGES: Final = ("fit", "validate", "test", "predict", "save_checkpoint")
 
 def on_trainer(source: Source) -> Iterator[Finding]:
     """Find attributes and methods of trainers that were renamed or removed."""
-    if not source.is_about_lightning:
-        return
     for node in source.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _on_trainer(source, node):
             yield from _trainer_attribute(source, node)
@@ -135,8 +133,6 @@ def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Findi
 
 def unshuffled(source: Source) -> Iterator[Finding]:
     """Find training loaders that do not shuffle: Lightning shuffles them with several processes."""
-    if not source.is_about_lightning:
-        return
     for node in source.nodes:
         if not (isinstance(node, ast.FunctionDef) and node.name == "train_dataloader"):
             continue
@@ -157,8 +153,6 @@ def unshuffled(source: Source) -> Iterator[Finding]:
 
 def loading(source: Source) -> Iterator[Finding]:
     """Find arguments of `load_from_checkpoint` that would be passed to ``__init__``."""
-    if not source.is_about_lightning:
-        return
     replaced = {"hparams_file": "arguments of __init__ by name",
                 "weights_only": "leave it out, a checkpoint never runs code"}  # fmt: skip
     for node in source.nodes:
@@ -172,9 +166,7 @@ def loading(source: Source) -> Iterator[Finding]:
 
 def seeds(source: Source) -> Iterator[Finding]:
     """Find arguments of `seed_everything` that are keywords now, or were removed."""
-    for node in source.nodes:
-        if not isinstance(node, ast.Call) or (source.known(node.func) or "").rpartition(".")[2] != "seed_everything":
-            continue
+    for node in source.calls_of("seed_everything"):
         import stratagem
 
         known = inspect.signature(stratagem.seed_everything).parameters

@@ -18,7 +18,7 @@ from stratagem_migrate.source import UNKNOWN, Source, within_lightning
 from stratagem_migrate.yaml_edits import YamlEdits, as_yaml, entries, entry, value_of
 
 if TYPE_CHECKING:
-    from stratagem_migrate.rewriting.translations import Given, New
+    from stratagem_migrate.translations import Given, New
 
 #: Keys of hydra that are not arguments.
 _OF_HYDRA: Final = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
@@ -201,7 +201,7 @@ def _plugins_of_trainer(file: YamlFile) -> list[yaml.Node]:
 def _rewrite_target(edits: YamlEdits, built: Built) -> None:
     """Rewrite a class that stays a class: hydra builds it."""
     from stratagem_migrate.rewriting.references import target_of
-    from stratagem_migrate.rewriting.translations import as_in_lightning
+    from stratagem_migrate.translations import as_in_lightning
 
     target = target_of(within_lightning(built.name) or "")
     if target is None:
@@ -216,7 +216,7 @@ def _rewrite_target(edits: YamlEdits, built: Built) -> None:
 
 def _rewrite_arguments(edits: YamlEdits, mapping: yaml.MappingNode, translate: Callable[[Given], New | None]) -> None:
     """Rewrite the arguments of a Trainer."""
-    from stratagem_migrate.rewriting.translations import CALLBACKS, Given
+    from stratagem_migrate.translations import CALLBACKS, Given
 
     values = {key.value: value_of(value) for key, value in entries(mapping) if key.value not in _OF_HYDRA}
     result: dict[str, str | None] = dict.fromkeys(values)
@@ -282,7 +282,7 @@ def _rewrite_plugin(edits: YamlEdits, built: Built) -> None:
 
 
 def _rewrite_sections(file: YamlFile, edits: YamlEdits) -> None:
-    from stratagem_migrate.rewriting.translations import translated
+    from stratagem_migrate.translations import translated
 
     trainer, seed = entry(file.root, "trainer"), entry(file.root, "seed_everything")
     if isinstance(trainer[1], yaml.MappingNode):

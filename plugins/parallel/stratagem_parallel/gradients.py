@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stratagem_buckets import Bucket
+from stratagem_buckets.flat import averaged, flatten, grouped, reached, views
 from stratagem_process_group.losses import note_gradient
 from stratagem_sharding.shards import local
 
@@ -68,7 +68,7 @@ class GradientAverager:
         if not trained:
             return
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
-        for bucket in _buckets(trained, self._limit):
+        for bucket in grouped(trained, self._limit, _own):
             self._bucket_of.update(dict.fromkeys(bucket, len(self._buckets)))
             self._buckets.append(bucket)
         self._handles += [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in trained]
@@ -89,8 +89,7 @@ class GradientAverager:
         averages = [future.wait() for _, future in self._sent]
         if self.reduce is not None:
             self.reduce.finish()  # what hooks still send must not meet the flags, which may come first on some ranks
-        reached = self._reached()
-        for (bucket, _), average, flags in zip(self._sent, averages, reached, strict=True):
+        for (bucket, _), average, flags in zip(self._sent, averages, self._reached(), strict=True):
             _write_back(bucket, average, flags)
         self._sent = []
 
@@ -115,33 +114,19 @@ class GradientAverager:
             torch.zeros_like(local(parameter)) if gradient is None else local(gradient)
             for parameter, gradient in zip(bucket, gradients, strict=True)
         ]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        self._sent.append((bucket, self._start(flat, index)))
-
-    def _start(self, flat: torch.Tensor, index: int) -> torch.futures.Future[torch.Tensor]:
-        if self.reduce is None:
-            with self.over.traffic.sent_by("gradients"):
-                return self.over.average_async(flat)
-        parameters = self._buckets[index]
-        views = _views(flat, parameters)
-        last = index == len(self._buckets) - 1
-        future: torch.futures.Future[torch.Tensor] = self.reduce(
-            Bucket(buffer=flat, index=index, is_last=last, parameters=tuple(parameters), gradients=tuple(views))
-        )
-        return future
+        flat = flatten(parts)
+        self._sent.append((bucket, averaged(flat, index, self._buckets, parts, self.over, self.reduce)))
 
     def _reached(self) -> list[list[bool]]:
         """Return, for each parameter of each bucket, whether any rank has a gradient of it. Collective."""
-        here = [[parameter.grad is not None for parameter in bucket] for bucket in self._buckets]
-        if not here:
-            return []
-        flags = torch.tensor([flag for bucket in here for flag in bucket], dtype=torch.uint8)
-        found = iter(self.over.unchecked.all_reduce(flags, "max").tolist())
-        return [[bool(next(found)) for _ in bucket] for bucket in here]
+        here = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
+        found = iter(reached(here, self.over))
+        return [[next(found) for _ in bucket] for bucket in self._buckets]
 
 
-def _write_back(bucket: list[nn.Parameter], average: torch.Tensor, reached: list[bool]) -> None:
-    for parameter, view, has_gradient in zip(bucket, _views(average, bucket), reached, strict=True):
+def _write_back(bucket: list[nn.Parameter], average: torch.Tensor, flags: list[bool]) -> None:
+    parts = views(average, [local(parameter) for parameter in bucket])
+    for parameter, view, has_gradient in zip(bucket, parts, flags, strict=True):
         if not has_gradient:
             continue
         if parameter.grad is None:
@@ -149,23 +134,5 @@ def _write_back(bucket: list[nn.Parameter], average: torch.Tensor, reached: list
         local(parameter.grad).copy_(view)
 
 
-def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    shapes = [local(parameter).shape for parameter in parameters]
-    parts = flat.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Return `parameters` in groups of one dtype and device, of at most `limit` bytes each (or one parameter)."""
-    made: list[list[nn.Parameter]] = []
-    open_: dict[Any, tuple[list[nn.Parameter], float]] = {}
-    for parameter in parameters:
-        part = local(parameter.detach())
-        key = part.dtype, part.device
-        bucket, size = open_.get(key, ([], limit))
-        if size + part.nbytes > limit or not bucket:
-            bucket, size = [], 0.0
-            made.append(bucket)
-        bucket.append(parameter)
-        open_[key] = bucket, size + part.nbytes
-    return made
+def _own(parameter: torch.Tensor) -> torch.Tensor:
+    return local(parameter.detach())

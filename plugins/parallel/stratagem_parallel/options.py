@@ -18,6 +18,7 @@ from stratagem.api import (
 )
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError, nearest, shown
+from stratagem_parallel import on_demand
 from stratagem_parallel.expert.axis import STYLE as EXPERT
 from stratagem_parallel.layout import SIZES, make_mesh
 from stratagem_parallel.pipeline.balance import check_balance, check_split_points
@@ -144,6 +145,9 @@ class ParallelOptions(ProcessGroupStrategy):
             check_policy(self.auto_wrap_policy, "strategy.parallel.auto_wrap_policy")
         self._check_pipeline()
         self._check_effects()
+        for name, off in ("tensor", 1), ("context", 1), ("split_points", None):
+            if getattr(self, name) != off:
+                on_demand.check(name)
 
     def _check_pipeline(self) -> None:
         """Refuse options of a pipeline that would have no effect."""

@@ -22,18 +22,20 @@ from stratagem_parallel.layout import SIZES, Groups, axis_of
 from stratagem_parallel.optimizers import stepped_by_kind
 from stratagem_parallel.options import ParallelOptions
 from stratagem_parallel.pipeline.pipeline import Pipeline
-from stratagem_parallel.placement import MODEL_AXES, clip_norm, copies, cut_axes
+from stratagem_parallel.placement import MODEL_AXES, copies, cut_axes
 from stratagem_parallel.same_batches import SameBatches
 from stratagem_parallel.sharded import POLICY, Sharding
 from stratagem_parallel.state import model_state, optimizer_state
 from stratagem_process_group import group_options_after
 from stratagem_process_group.losses import check_reached
+from stratagem_sharding.clipping import clip_norm
 from stratagem_sharding.hooks import ShardingHooks, wrapped_earlier
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.part_writes import PartWrites
+from stratagem_sharding.shards import local
 from stratagem_sharding.units import units_of
 from stratagem_sharding.whole_matrices import whole_matrices
 from stratagem_transforms.wrap_policy import repeated
@@ -351,7 +353,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
     def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         over = self._groups.over(*MODEL_AXES)
         stages = {} if self._pipeline is None else self._pipeline.copies()
-        return clip_norm(parameters, lambda p: copies(p, self._mesh, stages.get(p, 1)), over, max_norm)
+        return clip_norm(parameters, max_norm, over, lambda p: copies(p, self._mesh, stages.get(p, 1)), local)
 
     # --- For people ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from stratagem.config.settings import Source, option_names
 from stratagem.discovery.catalog import moved_names
 from stratagem.errors import ConfigError, nearest
 from stratagem_trainer.settings import TrainerSettings
-from stratagem_trainer.sources import from_file, put
+from stratagem_trainer.sources import from_file, pairs, put
 
 #: The top-level keys of a run file.
 SECTIONS = ("seed", "model", "data", "trainer", "ckpt_path")
@@ -72,7 +72,7 @@ def read(path: str | Path, words: Sequence[str]) -> RunFile:
     specs = {name: _section_spec(sections.get(name), origin, name) for name in ("model", "data")}
     plain = {name: Setting(sections.get(name), origin) for name in ("seed", "ckpt_path")}
     file, line, flags = _trainer(sections.get("trainer"), origin), Source(_LINE, text=True), set()
-    for name, value in sorted(_pairs(words), key=lambda pair: _depth(pair[0])):
+    for name, value in sorted(pairs(words, FLAGS), key=lambda pair: _depth(pair[0])):
         section, _, rest = name.partition(".")
         if name in FLAGS and value is None:
             flags.add(name)
@@ -198,28 +198,6 @@ def _has_spec(value: Any) -> bool:
 
 
 # --- The command line --------------------------------------------------------------------------------------------
-
-
-def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and the text of each ``--name value`` or ``--name=value``; None for a name alone."""
-    rest = list(words)
-    while rest:
-        flag = rest.pop(0)
-        if not flag.startswith("--") or flag == "--":
-            raise ConfigError(f"command line argument {flag!r}", expected="--name value", do="see --help")
-        name, equals, value = flag.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if name in FLAGS and not equals:
-            yield name, None
-        elif equals:
-            yield name, value
-        else:
-            yield name, rest.pop(0) if rest and _is_value(rest[0]) else None
-
-
-def _is_value(word: str) -> bool:
-    """Return whether `word` is a value rather than an option; -3 is a value."""
-    return not word.startswith("--") and not (word[:1] == "-" and word[1:2].isalpha())
 
 
 def _depth(name: str) -> int:

@@ -236,38 +236,39 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Source, Path | None, bool]
         The source, the path after ``--config`` if any, and whether ``--help`` is in the arguments.
     """
     layer, config, wants_help = Source("command line", text=True), None, False
-    for name, value in _pairs(arguments):
+    for name, value in pairs(["--help" if each == "-h" else each for each in arguments]):
         if name in ("help", "h"):
             wants_help = True
         elif name == "config":
-            config = as_path(value)
+            config = as_path(value or "true")
         else:
-            put(layer, name, value)
+            put(layer, name, "true" if value is None else value)
     return layer, config, wants_help
 
 
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    rest = list(arguments)
+def pairs(words: Sequence[str], flags: Collection[str] = ()) -> Iterator[tuple[str, str | None]]:
+    """Yield the name and the text of each ``--name value`` or ``--name=value``; None for a name alone.
+
+    Args:
+        flags: names that are never followed by a value.
+    """
+    rest = list(words)
     while rest:
         flag = rest.pop(0)
-        if flag == "-h":
-            flag = "--help"
         if not flag.startswith("--") or flag == "--":
             raise ConfigError(f"command line argument {flag!r}", expected="--name value", do="see --help")
         name, equals, value = flag.removeprefix("--").partition("=")
-        # A negative number is a value; everything else that begins with a dash is the next flag.
-        if not equals and rest and not (rest[0].startswith("-") and not _is_number(rest[0])):
-            value, equals = rest.pop(0), "="
-        kind, dot, option = name.partition(".")
-        yield kind.replace("-", "_") + dot + option.replace("-", "_"), value if equals else "true"
+        name = name.replace("-", "_")
+        if equals:
+            yield name, value
+        else:
+            yield name, rest.pop(0) if name not in flags and rest and _is_value(rest[0]) else None
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _is_value(word: str) -> bool:
+    """Whether `word` is a value rather than an option: -3 and -inf are."""
+    is_number = word[1:2] != "-" and not word[1:2].isalpha()
+    return not word.startswith("-") or is_number or word.lower() in ("-inf", "-infinity", "-nan")
 
 
 def parse_choice(text: str) -> Any:

@@ -92,10 +92,9 @@ def rewrite_outputs(edits: Edits) -> None:
 
 def rewrite_callbacks(edits: Edits, names: Namespace) -> None:
     """Mark the hooks of callbacks with `@hookimpl`, and name their arguments as here."""
-    for cls in edits.source.of_role("callback"):
-        for method in methods(cls):
-            if _is_plain_hook(edits.source, method) and not is_hook_as_it_is(method):
-                _rewrite_hook(edits, names, method)
+    for method in edits.source.methods_of("callback"):
+        if _is_plain_hook(edits.source, method) and not is_hook_as_it_is(method):
+            _rewrite_hook(edits, names, method)
 
 
 def _is_plain_hook(source: Source, method: _Function) -> bool:

@@ -13,15 +13,14 @@ from stratagem_migrate.names import NAMES
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code
 from stratagem_migrate.rewriting.references import Namespace
-from stratagem_migrate.rewriting.translations import CALLBACKS, Given, New, arguments_in, translated
-from stratagem_migrate.source import Source, constant
+from stratagem_migrate.source import constant
+from stratagem_migrate.translations import CALLBACKS, Given, New, arguments_in, translated
 
 
 def rewrite_trainers(edits: Edits, names: Namespace) -> None:
     """Rewrite each call of the Trainer."""
-    for node in edits.source.nodes:
-        if isinstance(node, ast.Call) and _is_trainer(edits.source, node.func):
-            _Trainer(edits, names, node).rewrite()
+    for node in edits.source.calls_of("Trainer"):
+        _Trainer(edits, names, node).rewrite()
 
 
 def rewrite_hydra(edits: Edits) -> None:
@@ -37,10 +36,6 @@ def _partial(call: Any) -> Any:
     none = cst.SimpleWhitespace("")
     made = call_arguments.append(call.with_changes(args=[first], whitespace_before_args=none), "_partial_", "True")
     return call.with_changes(func=made.with_changes(lpar=[], rpar=[]), args=objects)
-
-
-def _is_trainer(source: Source, function: ast.expr) -> bool:
-    return (source.known(function) or "").rpartition(".")[2] == "Trainer"
 
 
 #: Arguments in which a strategy was chosen by name.

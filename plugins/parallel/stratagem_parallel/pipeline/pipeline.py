@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
+from stratagem_buckets.flat import flatten, views
 from stratagem_microbatches import batch_size, combined, merge, split
 from stratagem_parallel import on_demand
 from stratagem_parallel.buffers import unchanged
@@ -436,16 +437,13 @@ def _sum_gradients(among: Any, parameters: list[nn.Parameter]) -> None:
             for parameter, gradient in zip(group, gradients, strict=True)
         ]
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float64)
-        flat = torch.cat([part.reshape(-1) for part in parts])
         with among.traffic.sent_by("gradients"):
-            reached, flat = send_both(flags, flat, lambda message: among.unchecked.all_reduce(message, "sum"))
-        sums = flat.split([part.numel() for part in parts])
+            reached, flat = send_both(flags, flatten(parts), lambda message: among.unchecked.all_reduce(message, "sum"))
         # Each of them is computed with on some rank, which has its gradient.
         reached_somewhere = among.values(reached, [1.0] * len(group))
-        for parameter, is_reached, total in zip(group, reached_somewhere, sums, strict=True):
+        for parameter, is_reached, total in zip(group, reached_somewhere, views(flat, parts), strict=True):
             if not is_reached:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            part = local(parameter.grad)
-            part.copy_(total.view(part.shape))
+            local(parameter.grad).copy_(total)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 
 import torch
 
+from stratagem.api.seeding import seeded
+
 #: In the place of a stage: what `training_step` itself draws.
 STEP = -1
 
@@ -32,16 +34,12 @@ def generators_of(seed: int, stage: int, microbatch: int, device: torch.device) 
     own = (seed + 0x9E3779B97F4A7C15 * (2 + stage) + 0xC2B2AE3D27D4EB4F * (1 + microbatch)) % 2**63
     with _python_and_numpy(own) if stage == STEP else contextlib.nullcontext():
         if device.type == "cpu":
-            before = torch.default_generator.get_state()
-            torch.default_generator.manual_seed(own)
-            try:
+            with seeded(own):
                 yield
-            finally:
-                torch.default_generator.set_state(before)
-            return
-        with torch.random.fork_rng([device], device_type=device.type):
-            torch.manual_seed(own)
-            yield
+        else:
+            with torch.random.fork_rng([device], device_type=device.type):
+                torch.manual_seed(own)
+                yield
 
 
 @contextlib.contextmanager

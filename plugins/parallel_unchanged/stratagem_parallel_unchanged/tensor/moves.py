@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from stratagem_parallel.exchange import ACTIVATIONS, gather_into, sum_into
-from stratagem_parallel.unchanged.tensor.slices import Slice, name_of, never_compiled_alone, part_of_slice
+from stratagem_parallel_unchanged.tensor.slices import Slice, name_of, never_compiled_alone, part_of_slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable

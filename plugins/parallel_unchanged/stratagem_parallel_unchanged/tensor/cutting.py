@@ -15,11 +15,11 @@ from stratagem.api.parameters import replace_parameter
 from stratagem.errors import ConfigError
 from stratagem_parallel.placement import check_no_hooks
 from stratagem_parallel.plan import WHOLE
-from stratagem_parallel.unchanged.tensor.styles import Foreign, Rowwise, Style, check_embedding, style_class
+from stratagem_parallel_unchanged.tensor.styles import Foreign, Rowwise, Style, check_embedding, style_class
 
 if TYPE_CHECKING:
     from stratagem_parallel.derived_plan import Plan
-    from stratagem_parallel.unchanged.tensor.moves import Line
+    from stratagem_parallel_unchanged.tensor.moves import Line
 
 #: Layers by name with their styles, ready to be cut.
 Styled = dict[str, tuple[nn.Module, Style, Any]]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem_parallel.unchanged.tensor import shapes
-from stratagem_parallel.unchanged.tensor.copies import is_view, marked, unwritable
-from stratagem_parallel.unchanged.tensor.functions import hook_of_slices, part_for
-from stratagem_parallel.unchanged.tensor.loss import cross_entropy
-from stratagem_parallel.unchanged.tensor.moves import (
+from stratagem_parallel_unchanged.tensor import shapes
+from stratagem_parallel_unchanged.tensor.copies import is_view, marked, unwritable
+from stratagem_parallel_unchanged.tensor.functions import hook_of_slices, part_for
+from stratagem_parallel_unchanged.tensor.loss import cross_entropy
+from stratagem_parallel_unchanged.tensor.moves import (
     all_whole,
     for_parts,
     part_of,
@@ -24,7 +24,7 @@ from stratagem_parallel.unchanged.tensor.moves import (
     whole,
     writes,
 )
-from stratagem_parallel.unchanged.tensor.operands import (
+from stratagem_parallel_unchanged.tensor.operands import (
     Arguments,
     NoRule,
     Options,
@@ -34,7 +34,7 @@ from stratagem_parallel.unchanged.tensor.operands import (
     matching,
     of_this_part,
 )
-from stratagem_parallel.unchanged.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
+from stratagem_parallel_unchanged.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
 
 #: What a part answers for the whole, and what is done to the part itself.
 _OF_PART = {

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.unchanged.context import mixing
+from stratagem_parallel_unchanged.context import mixing
 
 if TYPE_CHECKING:
-    from stratagem_parallel.unchanged.context.part import Part
+    from stratagem_parallel_unchanged.context.part import Part
 
 #: Methods and functions that reduce or reorder along a dimension, their second argument.
 _ALONG = {

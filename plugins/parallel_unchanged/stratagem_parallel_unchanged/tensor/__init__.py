@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.plan import plan_of
-from stratagem_parallel.unchanged.tensor import rules as rules  # slices need them
-from stratagem_parallel.unchanged.tensor.copies import without_marks
-from stratagem_parallel.unchanged.tensor.cutting import cut, styled
-from stratagem_parallel.unchanged.tensor.functions import see_slices, trace_loss_layers
-from stratagem_parallel.unchanged.tensor.moves import Line, TracedStep, all_whole
-from stratagem_parallel.unchanged.tensor.slices import Slice, part_of_slice
+from stratagem_parallel_unchanged.tensor import rules as rules  # slices need them
+from stratagem_parallel_unchanged.tensor.copies import without_marks
+from stratagem_parallel_unchanged.tensor.cutting import cut, styled
+from stratagem_parallel_unchanged.tensor.functions import see_slices, trace_loss_layers
+from stratagem_parallel_unchanged.tensor.moves import Line, TracedStep, all_whole
+from stratagem_parallel_unchanged.tensor.slices import Slice, part_of_slice
 from stratagem_sharding.sharded_use import is_sharded_use, tensors_in_use
 from stratagem_transforms.activation_checkpointing import Selective
 

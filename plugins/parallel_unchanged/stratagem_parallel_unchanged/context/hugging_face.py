@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem_parallel.unchanged.context.part import Part
+    from stratagem_parallel_unchanged.context.part import Part
 
 
 def models_of(module: nn.Module) -> list[nn.Module]:

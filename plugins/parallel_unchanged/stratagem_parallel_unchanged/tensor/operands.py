@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem_parallel.unchanged.tensor.moves import Line, part_of, used_by_parts
-from stratagem_parallel.unchanged.tensor.slices import Slice, plain
+from stratagem_parallel_unchanged.tensor.moves import Line, part_of, used_by_parts
+from stratagem_parallel_unchanged.tensor.slices import Slice, plain
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.unchanged.tensor.moves import writes
-from stratagem_parallel.unchanged.tensor.slices import name_of, never_compiled_alone
+from stratagem_parallel_unchanged.tensor.moves import writes
+from stratagem_parallel_unchanged.tensor.slices import name_of, never_compiled_alone
 
 #: Functions whose result shares memory with their first argument, for most arguments.
 _VIEWS = {

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem_parallel.unchanged.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
-from stratagem_parallel.unchanged.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
+from stratagem_parallel_unchanged.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
+from stratagem_parallel_unchanged.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
 
 
 def _reshaped(made: Slice, shape: list[int]) -> Slice:

@@ -18,9 +18,9 @@ from torch.autograd.function import Function
 from torch.nn import functional as F  # noqa: N812
 
 from stratagem_parallel.target_numbers import LOSSES
-from stratagem_parallel.unchanged.tensor.moves import whole
-from stratagem_parallel.unchanged.tensor.operands import layout_of
-from stratagem_parallel.unchanged.tensor.slices import Slice, as_slice, part_of_slice
+from stratagem_parallel_unchanged.tensor.moves import whole
+from stratagem_parallel_unchanged.tensor.operands import layout_of
+from stratagem_parallel_unchanged.tensor.slices import Slice, as_slice, part_of_slice
 
 #: Where a class of the program's keeps its subclass.
 _OF_SLICES = "_stratagem_of_slices"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stratagem_parallel.target_numbers import mean_over_targets, reduction_of
 
 if TYPE_CHECKING:
-    from stratagem_parallel.unchanged.context.part import Part
+    from stratagem_parallel_unchanged.context.part import Part
 
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]

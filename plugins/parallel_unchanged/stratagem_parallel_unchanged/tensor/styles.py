@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.plan import WHOLE
-from stratagem_parallel.unchanged.tensor.moves import (
+from stratagem_parallel_unchanged.tensor.moves import (
     all_whole,
     for_parts,
     part_of,
@@ -20,14 +20,14 @@ from stratagem_parallel.unchanged.tensor.moves import (
     summed_part,
     whole,
 )
-from stratagem_parallel.unchanged.tensor.slices import Slice, as_slice, part_of_slice
+from stratagem_parallel_unchanged.tensor.slices import Slice, as_slice, part_of_slice
 from stratagem_sharding.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stratagem_parallel.plan import WHOLE
-from stratagem_parallel.unchanged.tensor.moves import Line
+from stratagem_parallel_unchanged.tensor.moves import Line
 
 #: The dimension of activations that holds the sequence: the last but one, before the features.
 SEQUENCE_DIM = -2

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stratagem_parallel.unchanged.tensor.moves import Line
+    from stratagem_parallel_unchanged.tensor.moves import Line
 
 
 class _NegativeLogLikelihood(torch.autograd.Function):

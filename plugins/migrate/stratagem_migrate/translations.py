@@ -9,8 +9,12 @@ from typing import Any, Final
 from attrs import frozen
 
 from stratagem_migrate import installed
-from stratagem_migrate.arguments import OLD_STRATEGIES
-from stratagem_migrate.source import UNKNOWN, constant
+from stratagem_migrate.names import TABLES
+from stratagem_migrate.source import UNKNOWN, constant, short
+
+LEAVE_OUT: Final = "leave it out"
+#: Strategies (and, in 1.x, accelerators) by names that they no longer have.
+OLD_STRATEGIES: Final[dict[str, str]] = TABLES["strategies"]
 
 #: New arguments: their names and texts; None stands for the value as it is. The name `CALLBACKS` adds a callback.
 New = list[tuple[str, str | None]]
@@ -28,6 +32,10 @@ class Given:
     node: ast.expr | None
     #: All arguments of the call.
     others: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        return short(self.node) if self.node is not None else repr(self.literal)
 
     @property
     def is_off(self) -> bool:
@@ -50,6 +58,16 @@ def as_in_lightning(given: Given) -> New | None:
     if is_short and given.literal not in (1, None):
         return [(given.name, None), ("average_short_window", "False")]
     return translated(given)
+
+
+def as_text(new: New, given: Given) -> str:
+    """Return the arguments `new` as a call would have them."""
+    texts = [(name, given.text if text is None else text) for name, text in new]
+    written = [
+        f"{name}={text}" if name != CALLBACKS else f"callbacks={text if text.startswith('{') else f'[{text}]'}"
+        for name, text in texts
+    ]
+    return ", ".join(written) or LEAVE_OUT
 
 
 def arguments_in(text: str) -> New:
