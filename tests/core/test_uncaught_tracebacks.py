@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from programs import scripts
+from stratagem.distributed import uncaught_errors
 
 SCRIPT = """
 import stratagem as sg
@@ -90,3 +91,66 @@ def test_torchruns_file_has_the_sentence_or_the_whole_traceback(tmp_path):
     assert "Traceback" in printed(tmp_path, line="1 / 0", **variables)
     assert file.read_text() == "of record"
     assert printed(tmp_path, options='strategy="dpp",', **variables | {"RANK": "1"}) == ""
+
+
+def _end(error):
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What is told of errors, in order; the program has no hook of its own."""
+    told = []
+    monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: told.append("printed"))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(uncaught_errors, "_hooks", {})
+    return told
+
+
+def test_listeners_are_asked_newest_first_and_each_once(told):
+    def first(error, print_error):
+        told.append("first")
+        print_error()
+
+    def second(error, print_error):
+        print_error()
+        told.append("second")
+
+    for listener in (first, second, first):
+        uncaught_errors.listen(listener)
+    _end(ValueError())
+
+    assert told == ["first", "printed", "second"]
+
+
+def test_a_listener_may_keep_an_error_from_being_printed(told):
+    uncaught_errors.listen(lambda error, print_error: print_error())
+    uncaught_errors.listen(lambda error, print_error: told.append(str(error)))
+    _end(ValueError("told elsewhere"))
+
+    assert told == ["told elsewhere"]
+
+
+@pytest.mark.parametrize("beside_programs", [True, False])
+def test_what_listens_says_whether_it_acts_beside_a_hook_of_the_program(told, beside_programs):
+    sys.excepthook = lambda kind, error, trace: told.append("the program's")
+    uncaught_errors.listen(
+        lambda error, print_error: (told.append("heard"), print_error()), beside_programs=beside_programs
+    )
+    _end(ValueError())
+
+    assert told == ["heard", "the program's"][not beside_programs :]
+
+
+def test_a_hook_that_wraps_ours_as_torchs_does_is_not_heard_twice(told):
+    def listener(error, print_error):
+        told.append("heard")
+        print_error()
+
+    uncaught_errors.listen(listener)
+    wrapped = sys.excepthook
+    sys.excepthook = lambda kind, error, trace: (told.append("wrapper"), wrapped(kind, error, trace))
+    uncaught_errors.listen(listener)
+    _end(ValueError())
+
+    assert told == ["wrapper", "heard", "printed"]
