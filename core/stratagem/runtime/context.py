@@ -27,10 +27,9 @@ from stratagem.errors import StratagemError
 from stratagem.runtime import state_io
 from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers, split_readers
 from stratagem.runtime.hook_caller import HookCaller
+from stratagem.runtime.module_notes import Parted, check_replaced, note_replaced, parts_of
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
-from stratagem.runtime.parted import Parted
-from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.stack import description
@@ -175,6 +174,8 @@ class Context:
     devices_given: bool = _of("stack.devices_given")
 
     differentiate: Callable[[Tensor], None] = _of("step.differentiate")
+    #: Call an answer hook, such as ``model_state``, and return the answer.
+    ask: Callable[..., Any] = _of("hooks.ask")
 
     # --- What was chosen -----------------------------------------------------------------------------------------
 
@@ -332,10 +333,6 @@ class Context:
 
     # --- The step ------------------------------------------------------------------------------------------------
 
-    def ask(self, hook: str, **arguments: Any) -> Any:
-        """Call an answer hook and require an answer."""
-        return self.hooks.ask(hook, **arguments)
-
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
         caller = self.activity[PHASE]
@@ -391,8 +388,7 @@ def _separate_elements(module: nn.Module) -> None:
 
 
 def _close(reference: weakref.ref[Context]) -> None:
-    run = reference()
-    if run is not None:
+    if (run := reference()) is not None:
         with contextlib.suppress(StratagemError, RuntimeError):
             run.close()
 
