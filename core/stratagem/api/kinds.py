@@ -239,10 +239,7 @@ class Strategy(Plugin):
 
 @frozen(kw_only=True)
 class PrecisionPolicy:
-    """Which dtype where. A strategy with native mixed precision absorbs this instead of calling the precision's hooks.
-
-    ``None`` means "leave as it is".
-    """
+    """Which dtype where; None leaves it as it is. A strategy with mixed precision of its own absorbs the policy."""
 
     #: Of parameters.
     param_dtype: torch.dtype | None = None

@@ -24,10 +24,7 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 
 @frozen(kw_only=True)
 class World:
-    """The ranks of one process and the world size, from an environment plugin.
-
-    rank and world_size count processes over all nodes; local_rank and local_world_size those on this node.
-    """
+    """The ranks of one process and the world size, from an environment plugin."""
 
     #: This process's rank over all nodes.
     rank: int = 0

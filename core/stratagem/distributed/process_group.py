@@ -66,9 +66,7 @@ def join(world: World, backend: str, run: RunContext) -> Collectives:
         LaunchError: the others did not come in time, or `backend` could not connect them.
     """
     joined = run.environment.join(world, run.device, run.stack.timeouts().start)
-    if joined is not None:
-        return joined
-    return TorchCollectives.connect(world, run.device, backend=backend, timeouts=run.stack.timeouts())
+    return joined or TorchCollectives.connect(world, run.device, backend=backend, timeouts=run.stack.timeouts())
 
 
 class TorchCollectives(Collectives):

@@ -25,9 +25,9 @@ from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
 from stratagem.runtime import connection, state_io
 from stratagem.runtime.hook_caller import HookCaller
+from stratagem.runtime.module_notes import check_replaced, note_replaced, parts_of
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
-from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.stack import description
@@ -171,6 +171,8 @@ class Context:
     devices_given: bool = _of("stack.devices_given")
 
     differentiate: Callable[[Tensor], None] = _of("step.differentiate")
+    #: Call an answer hook, such as ``model_state``, and return the answer.
+    ask: Callable[..., Any] = _of("hooks.ask")
 
     # --- What was chosen -----------------------------------------------------------------------------------------
 
@@ -325,10 +327,6 @@ class Context:
 
     # --- The step ------------------------------------------------------------------------------------------------
 
-    def ask(self, hook: str, **arguments: Any) -> Any:
-        """Call an answer hook and require an answer."""
-        return self.hooks.ask(hook, **arguments)
-
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` through the precision, and differentiate it through the strategy."""
         caller = self.activity[PHASE]
@@ -384,8 +382,7 @@ def _separate_elements(module: nn.Module) -> None:
 
 
 def _close(reference: weakref.ref[Context]) -> None:
-    run = reference()
-    if run is not None:
+    if (run := reference()) is not None:
         with contextlib.suppress(StratagemError, RuntimeError):
             run.close()
 

@@ -47,7 +47,7 @@ class HookMethods:
         stated = {name: method for name, method in vars(cls.__bases__[0]).items() if not name.startswith("_")}
         cls.called_by_hand, cls.hooks = by_hand, {name: _hook(stated[name], first) for name in stated}
         for name, hook in cls.hooks.items():
-            setattr(cls, name, _to_override(cls, stated[name], ", ".join(arguments_of(hook)[:-1])))
+            setattr(cls, name, _to_override(cls, stated[name], ", ".join([*hook.__annotations__][:-2])))
 
     @classmethod
     def mark_methods(cls) -> bool:
@@ -57,11 +57,6 @@ class HookMethods:
         if cls.called_by_hand:
             _let_call_by_hand(cls)
         return found
-
-
-def arguments_of(hook: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of a hook, in order, with `run` last."""
-    return tuple(hook.__annotations__)[:-1]
 
 
 def _hook(method: Any, first: dict[str, str]) -> Any:
@@ -117,7 +112,7 @@ def _mark_all(cls: type[Any], base: type[Any]) -> bool:
             continue
         if not isinstance(method, types.FunctionType):
             raise PluginError(f"{cls.__name__}.{name} is a {type(method).__name__}", expected="a method")
-        arguments = arguments_of(specified)
+        arguments = tuple(specified.__annotations__)[:-1]
         hook = _as_hook(cls.__name__, name, method, arguments)
         markers = (getattr(vars(each).get(name), "stratagem_impl", None) for each in cls.__mro__)
         if inherited := next((each for each in markers if each and each is not hook.stratagem_impl), None):
