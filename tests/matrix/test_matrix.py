@@ -22,7 +22,7 @@ from stratagem_testing.training import share, train, weights_of
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 
 ROOT = Path(__file__).parents[2]
-OURS = {path.parent for path in ROOT.glob("plugins/*/pyproject.toml")}
+OURS = {path.parent for path in [*ROOT.glob("plugins/*/pyproject.toml"), ROOT / "contrib" / "dp" / "pyproject.toml"]}
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
 #: Other names of the same classes, with options set, are in tests/conformance/test_presets.py.
