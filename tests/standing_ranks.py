@@ -20,7 +20,7 @@ import torch
 from attrs import frozen
 
 import starts
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.distributed.default_group import leave_group
 from stratagem_testing import run_in_processes
 from stratagem_testing.processes import LAUNCH_VARIABLES, ProcessesFailed

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import stratagem as sg
-from stratagem.api.late_flag import LateFlag
+from stratagem.api.readback import LateFlag
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from stratagem import World
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.distributed import probe, rendezvous
 from stratagem.distributed.launched import report
 from stratagem.distributed.probe import Answer, ask

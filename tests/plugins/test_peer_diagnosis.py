@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.api.world import KeyValueStore
 from stratagem.errors import PeerError
 from stratagem_evidence import EVIDENCE_VARIABLE, read_all

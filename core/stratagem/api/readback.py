@@ -1,12 +1,15 @@
-"""Numbers that a device computed, on the host: all at once, or later without waiting."""
+"""Numbers that a device computed, and flags of other ranks, on the host: at once, or later without waiting."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from stratagem.api.world import Collectives
 
 _HOST = torch.device("cpu")
 
@@ -70,3 +73,31 @@ def _stacked(values: Mapping[str, Any]) -> list[tuple[list[str], Tensor]]:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         stacks.append((names, torch.stack([values[name].detach().reshape(()).to(dtype) for name in names])))
     return stacks
+
+
+class LateFlag:
+    """Whether a flag is true on some rank of `collectives`, which carry CPU tensors.
+
+    Every method is collective.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives.unchecked
+        self._answer: Any = None
+
+    def send(self, here: bool) -> None:
+        """Tell the other ranks that the flag is `here` on this one."""
+        self._answer = self._collectives.average_async(torch.tensor(float(here)))
+
+    def read(self) -> bool:
+        """Return whether the flag that was sent last was true on some rank; False if none was, or it was read."""
+        answer, self._answer = self._answer, None
+        return answer is not None and bool(answer.wait() > 0)
+
+    def exchange(self, here: bool) -> bool:
+        """Return what `read` does, and send `here`; on one rank return `here`."""
+        if self._collectives.world_size == 1:
+            return here
+        before = self.read()
+        self.send(here)
+        return before

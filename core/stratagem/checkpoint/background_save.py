@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from stratagem.api.late_flag import LateFlag
+from stratagem.api.readback import LateFlag
 from stratagem.api.world import Collectives, World
 from stratagem.errors import StratagemError
 

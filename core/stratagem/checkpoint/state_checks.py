@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.api.state_fit import check_weights
 from stratagem.errors import CheckpointError, StratagemError
 

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from stratagem.api.paths import replace_text
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import StratagemError

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.distributed.call_site import innermost_user_line
 from stratagem.errors import CheckpointError, ConfigError, PluginError
 

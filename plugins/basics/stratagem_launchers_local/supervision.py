@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.distributed.launched import die_with, interrupted_by_launcher, libc, tell_launcher
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files

@@ -11,7 +11,7 @@ from attrs import define, field
 
 from stratagem.api import hookimpl
 from stratagem.api.paths import as_path, is_remote
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem_trainer.api import Callback
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from stratagem.api import hookimpl
 from stratagem.api.paths import as_path
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.api.validators import more_than, not_empty
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 

@@ -144,7 +144,7 @@ class PeerDiagnosis(Callback):
 
     @hookimpl
     def explain_error(self, error: BaseException, run: RunContext) -> BaseException:
-        from stratagem.api.peer_errors import is_echo
+        from stratagem.errors import is_echo
 
         failed, stops = is_echo(error), isinstance(error, SystemExit)
         self._keeps = failed or stops

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.distributed.call_site import where
 from stratagem.errors import PeerError
 from stratagem_evidence import it_was, read_all, verdict

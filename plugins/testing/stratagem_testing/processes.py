@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratagem.api.peer_errors import is_echo
+from stratagem.errors import is_echo
 from stratagem.distributed.default_group import leave_group
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.standard_streams import flush_files

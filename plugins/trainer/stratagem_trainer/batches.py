@@ -36,7 +36,7 @@ from attrs import define
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from stratagem.api.batches import replace_in_loader
-from stratagem.api.late_flag import LateFlag
+from stratagem.api.readback import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import ShardedSampler

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.late_flag import LateFlag
+from stratagem.api.readback import LateFlag
 from stratagem.api.parameters import needs_closure
 from stratagem.api.run_parts import BATCH, NEXT_BATCH, PHASE, SINCE, STEP, TRAINING_STEP
 from stratagem.errors import ConfigError, shown

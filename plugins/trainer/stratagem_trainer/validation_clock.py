@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from stratagem.api.late_flag import LateFlag
+from stratagem.api.readback import LateFlag
 from stratagem_trainer.api.validators import read_duration
 
 if TYPE_CHECKING:
