@@ -20,8 +20,8 @@ import torch
 from attrs import frozen
 
 import starts
-from stratagem.errors import is_echo
 from stratagem.distributed.default_group import leave_group
+from stratagem.errors import is_echo
 from stratagem_testing import run_in_processes
 from stratagem_testing.processes import LAUNCH_VARIABLES, ProcessesFailed
 

@@ -1,4 +1,4 @@
-"""The exceptions of stratagem, each message a sentence: what was found, what was expected, what to do; those of peers."""
+"""The exceptions of stratagem, which say what was found, what was expected and what to do; those that a peer caused."""
 
 from __future__ import annotations
 

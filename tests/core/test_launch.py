@@ -23,14 +23,13 @@ import pytest
 import torch
 
 from stratagem import World
-from stratagem.errors import is_echo
 from stratagem.distributed import probe, rendezvous
 from stratagem.distributed.launched import report
 from stratagem.distributed.probe import Answer, ask
 from stratagem.distributed.process_variables import process_variables
 from stratagem.distributed.rendezvous import Meeting, RendezvousStore
 from stratagem.distributed.standard_streams import flush_files
-from stratagem.errors import ConfigError, LaunchError
+from stratagem.errors import ConfigError, LaunchError, is_echo
 from stratagem_launchers_local.children import Child, child_environment, end, local_places
 from stratagem_launchers_local.reports import left, root_cause
 from stratagem_launchers_local.supervision import start_for_good

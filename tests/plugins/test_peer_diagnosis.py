@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.errors import is_echo
 from stratagem.api.world import KeyValueStore
-from stratagem.errors import PeerError
+from stratagem.errors import PeerError, is_echo
 from stratagem_evidence import EVIDENCE_VARIABLE, read_all
 from stratagem_evidence.ring import read_ring
 from stratagem_peer_diagnosis import PeerDiagnosis

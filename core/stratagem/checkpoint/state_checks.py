@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from stratagem.errors import is_echo
 from stratagem.api.state_fit import check_weights
-from stratagem.errors import CheckpointError, StratagemError
+from stratagem.errors import CheckpointError, StratagemError, is_echo
 
 if TYPE_CHECKING:
     from torch import nn

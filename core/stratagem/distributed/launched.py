@@ -15,10 +15,9 @@ import traceback
 from pathlib import Path
 
 from stratagem.api.paths import replace_text
-from stratagem.errors import is_echo
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files
-from stratagem.errors import StratagemError
+from stratagem.errors import StratagemError, is_echo
 
 _PR_SET_PDEATHSIG = 1
 #: Set when the launcher in this process interrupts it since a launched one failed: the KeyboardInterrupt is not Ctrl-C.

@@ -22,9 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stratagem.errors import is_echo
 from stratagem.distributed.call_site import innermost_user_line
-from stratagem.errors import CheckpointError, ConfigError, PluginError
+from stratagem.errors import CheckpointError, ConfigError, PluginError, is_echo
 
 #: Gets an error that nothing has caught, and what prints it as if the listener were not there.
 Listener = Callable[[BaseException, Callable[[], None]], None]

@@ -25,12 +25,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.errors import is_echo
 from stratagem.distributed.launched import die_with, interrupted_by_launcher, libc, tell_launcher
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import flush_files
 from stratagem.distributed.uncaught_errors import listen
-from stratagem.errors import LaunchError, StratagemError
+from stratagem.errors import LaunchError, StratagemError, is_echo
 from stratagem_evidence import clear, keep
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
 from stratagem_launchers_local.reports import left, observed, read_report, root_cause

@@ -10,8 +10,8 @@ from attrs import define, field
 
 from stratagem.api import hookimpl
 from stratagem.api.paths import as_path
-from stratagem.errors import is_echo
 from stratagem.api.validators import more_than, not_empty
+from stratagem.errors import is_echo
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stratagem.errors import is_echo
 from stratagem.distributed.call_site import where
-from stratagem.errors import PeerError
+from stratagem.errors import PeerError, is_echo
 from stratagem_evidence import it_was, read_all, verdict
 from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, CAUSE_S, FailureReports
 

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratagem.errors import is_echo
 from stratagem.distributed.default_group import leave_group
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.standard_streams import flush_files
+from stratagem.errors import is_echo
 
 #: The variables in which launchers pass ranks to processes.
 LAUNCH_VARIABLES = (

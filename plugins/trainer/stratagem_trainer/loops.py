@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.readback import LateFlag
 from stratagem.api.parameters import needs_closure
+from stratagem.api.readback import LateFlag
 from stratagem.api.run_parts import BATCH, NEXT_BATCH, PHASE, SINCE, STEP, TRAINING_STEP
 from stratagem.errors import ConfigError, shown
 from stratagem_trainer import fit_state
