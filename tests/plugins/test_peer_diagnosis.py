@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.api.world import KeyValueStore
+from stratagem.api.group_services import KeyValueStore
 from stratagem.errors import PeerError, is_echo
 from stratagem_evidence import EVIDENCE_VARIABLE, read_all
 from stratagem_evidence.ring import read_ring
