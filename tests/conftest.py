@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -168,6 +170,19 @@ def pytest_terminal_summary(terminalreporter, config):
 _OF_GROUPS = ("GLOO_", "NCCL_", "TORCH_GLOO_", "TORCH_NCCL_", "TORCH_FR_")
 
 
+#: Numbers of the folders of tests.
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory, request):
+    """A new folder for a test. pytest's fixture looks for a free number among the folders of all tests before."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{name}{next(_NUMBERS)}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(unlaunched, monkeypatch, tmp_path):
     """A test begins as a process that nobody launched, in a folder of its own, and leaves no process group.
@@ -176,8 +191,9 @@ def clean_environment(unlaunched, monkeypatch, tmp_path):
     """
     monkeypatch.chdir(tmp_path)
     random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        # Without a GPU, torch.manual_seed notes for later, with a stack, what it would do there: a millisecond each time.
+        (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
     for name in [name for name in os.environ if name.startswith(_OF_GROUPS)]:
         monkeypatch.delenv(name)
 

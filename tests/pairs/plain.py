@@ -29,7 +29,7 @@ class Net(nn.Module):
         table[INFINITE, 0], table[LARGE, 5] = torch.inf, 3e4
         self.register_buffer("table", table.to(dtype))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             first, last, direct = nn.Linear(4, 8), nn.Linear(8, CLASSES), nn.Linear(2, CLASSES, bias=False)
         self.first, self.last, self.direct = first.to(dtype), last.to(dtype), direct.to(dtype)
 
