@@ -15,7 +15,7 @@ READ = {
     "strategy": (
         [f"{CORE}/{name}.py" for name in ("hooks", "context", "world", "capabilities", "named_state")]
         + [f"{KINDS}:{name}" for name in ("Plugin", "Strategy", "PrecisionPolicy")],
-        967,
+        955,
     ),
     "callback": (
         [f"{TRAINER}/{name}.py" for name in ("trainer_view", "events", "kinds", "callback_log")]

@@ -251,7 +251,7 @@ class ShardedStrategy(ColossalAIStrategy):
 
     @hookimpl
     def load_model_state(self, state: dict[str, Any], module: nn.Module, strict: bool, run: RunContext) -> bool:
-        from stratagem.api.named_state import load_weights
+        from stratagem.api.state_fit import load_weights
 
         if self._engine is None:
             load_weights(module, state, strict)

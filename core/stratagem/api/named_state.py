@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.state_fit import check_optimizer_state, check_weights
+from stratagem.api.state_fit import check_optimizer_state
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
 
@@ -73,16 +73,6 @@ def _own(value: Any, parameter: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.device == parameter.device:
         return value.clone()
     return value
-
-
-def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
-    """Put `state` into `module`.
-
-    Raises:
-        CheckpointError: names or shapes differ (names: only if `strict`, or if none fits).
-    """
-    check_weights({name: getattr(value, "shape", None) for name, value in module.state_dict().items()}, state, strict)
-    module.load_state_dict(state, strict=strict)
 
 
 def _names_in_order(optimizer: Optimizer, module: nn.Module) -> list[str]:

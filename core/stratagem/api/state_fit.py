@@ -1,12 +1,15 @@
-"""Check that a saved state fits the model and the optimizer that load it."""
+"""Check that a saved state fits the model and the optimizer that load it; put weights that fit into a module."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 def check_optimizer_state(logical: dict[str, Any], names: list[str], sizes: list[int]) -> None:
@@ -23,6 +26,16 @@ def check_optimizer_state(logical: dict[str, Any], names: list[str], sizes: list
             expected=f"{sizes} as in this run's optimizer",
             do="resume with the optimizer that wrote it, or load only the weights",
         )
+
+
+def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+    """Put `state` into `module`.
+
+    Raises:
+        CheckpointError: names or shapes differ (names: only if `strict`, or if none fits).
+    """
+    check_weights({name: getattr(value, "shape", None) for name, value in module.state_dict().items()}, state, strict)
+    module.load_state_dict(state, strict=strict)
 
 
 def check_weights(shapes: Mapping[str, Any], state: Mapping[str, Any], strict: bool = True) -> None:

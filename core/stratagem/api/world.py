@@ -89,10 +89,7 @@ class Mesh:
     @property
     def data_shard(self) -> int:
         """Index of the part that this process reads, from 0 to `num_data_shards` - 1."""
-        index = 0
-        for axis in DATA_AXES:
-            index = index * self.size(axis) + self.position(axis)
-        return index
+        return functools.reduce(lambda index, axis: index * self.size(axis) + self.position(axis), DATA_AXES, 0)
 
     def lines(self, *axes: str) -> list[list[int]]:
         """Return the groups of ranks that differ only in their positions on `axes`, each in order of the ranks."""

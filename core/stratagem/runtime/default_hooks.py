@@ -13,7 +13,8 @@ from torch import nn
 
 from stratagem.api.batches import move_batch
 from stratagem.api.markers import hookimpl
-from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
+from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
+from stratagem.api.state_fit import load_weights
 from stratagem.api.world import Collectives
 from stratagem.runtime.data import shard_dataloader
 

@@ -291,7 +291,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
             CheckpointError: no such file, not a single-file checkpoint, or the weights of another model.
             ConfigError: `map_location` is not a device.
         """
-        from stratagem.api.named_state import load_weights
+        from stratagem.api.state_fit import load_weights
         from stratagem.checkpoint.trained_part import check_part
         from stratagem_trainer.checkpoint_files import read_any
 

@@ -12,9 +12,9 @@ import torch
 from attrs import define
 from torch import nn
 
-from stratagem.api.named_state import load_weights
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.api.state_fit import load_weights
 from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.rank_rows import ranks_in, states_of_ranks
 from stratagem.checkpoint.state_checks import check_weights_fit, errors_naming, on_all_ranks, on_first_rank
