@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from stratagem.api import world
-from stratagem.runtime import context as runtime
+from stratagem.runtime import connection
 from stratagem_parallel import gradients, parts, strategy
 from stratagem_parallel.conformance import ExpertsConformance
 from stratagem_parallel.context.attention import SequenceAttention
@@ -103,7 +103,7 @@ MUTANTS["data_not_shared_along_tensor"] = Mutant(
 )
 
 
-@mutant(TENSOR, runtime, "split_readers", "test_metrics_are_those_of_all_samples[2]")
+@mutant(TENSOR, connection, "split_readers", "test_metrics_are_those_of_all_samples[2]")
 def metrics_counted_once_a_rank(collectives, mesh):
     return collectives
 
@@ -152,13 +152,13 @@ def causal_mask_without_offset(self, query, key, value, mask, is_causal, options
     return self.attend(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
 
 
-_start = gradients.GradientAverager._start
+_averaged = gradients.averaged
 
 
-@mutant(CONTEXT, gradients.GradientAverager, "_start")
-def gradients_summed_over_parts_of_a_sequence(self, flat, index):
+@mutant(CONTEXT, gradients, "averaged")
+def gradients_summed_over_parts_of_a_sequence(flat, index, groups, like, over, reduce):
     future = torch.futures.Future()
-    future.set_result(_start(self, flat, index).wait() * self.over.world_size)
+    future.set_result(_averaged(flat, index, groups, like, over, reduce).wait() * over.world_size)
     return future
 
 

@@ -237,7 +237,9 @@ PROGRAM = """
     import stratagem as sg
     from stratagem_testing.reference import Net, joined_batches
 
-    def rest(seconds):
+    def rest(seconds, told=""):
+        if told:
+            print(told, flush=True)
         # A signal just before one long sleep would be handled after that sleep.
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -253,8 +255,7 @@ PROGRAM = """
             rest(float(step_s))
             return super().training_step(batch, batch_idx)
         def validation_step(self, batch, batch_idx):
-            print("validating", flush=True)
-            rest(float(validation_s))
+            rest(float(validation_s), f"validating on rank {self.global_rank}")
 
     if __name__ == "__main__":
         devices, strategy, step_s, validation_s, *more = sys.argv[1:]
@@ -372,7 +373,8 @@ def test_ctrl_c_under_torchrun_saves_and_prints_no_traceback_of_the_ranks(tmp_pa
     words = ["train.py", "2", "ddp", "0.05", str(validation_s)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with Terminal([*torchrun, *words], cwd=tmp_path, columns=200) as terminal:
-        terminal.wait_for("validating" if validation_s else r" [1-9]/10 ")
+        for seen in ["validating on rank 0", "validating on rank 1"] if validation_s else [r" [1-9]/10 "]:
+            terminal.wait_for(seen)
         terminal.press(CTRL_C)
         terminal.finish()
         text = terminal.text

@@ -103,10 +103,10 @@ def _on_the_device(rank, world_size, folder):
                     ]  # fmt: skip
                 return ask(hook, **arguments)
 
-            run.ask = listen
+            run.hooks.ask = listen
             with _Recorder() as recorder:
                 run.save(f"{folder}/{name}.ckpt", model=model, optimizer=optimizer)
-            del run.ask
+            del run.hooks.ask
 
         run.launch(main)
         run.close()
