@@ -367,7 +367,11 @@ class Launcher(Plugin):
     starts_all_nodes: ClassVar[bool] = False
 
     def enter_process(self) -> None:
-        """Prepare this process, one of the run, whoever started it; called before it connects."""
+        """Prepare this process, one of the run, whoever started it; called before it connects.
+
+        One that starts processes with `stratagem_launchers_local` calls `report_to_launcher()` of that package here, or
+        the launcher learns no more than the exit code of a process that fails.
+        """
 
 
 class CopyStream(Protocol):

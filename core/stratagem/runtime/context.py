@@ -383,7 +383,7 @@ def _separate_elements(module: nn.Module) -> None:
 
 def _close(reference: weakref.ref[Context]) -> None:
     if (run := reference()) is not None:
-        with contextlib.suppress(StratagemError, RuntimeError):
+        with contextlib.suppress(StratagemError, RuntimeError, KeyboardInterrupt):  # the process ends
             run.close()
 
 

@@ -39,7 +39,7 @@ def shorten_finalization() -> None:
 def _freeze() -> None:
     try:
         noticed = has_finalizers()
-    except Exception:  # noqa: BLE001 - a file of a class of the user's may raise anything
+    except (Exception, KeyboardInterrupt):  # noqa: BLE001 - a file of a class of the user's may raise anything
         noticed = True
     if not noticed:
         gc.freeze()

@@ -23,9 +23,9 @@ def event(method: Callable[..., Any]) -> Callable[..., Any]:
 class EventMethods:
     """The events, as methods that do nothing: a `Module` inherits them.
 
-    A method of a module is called after the plugins, and may take fewer of the arguments. A callback's methods, and the
-    hooks of these names, get ``trainer: TrainerView, module: nn.Module`` before the arguments here and, by its name,
-    ``run: RunContext``.
+    A module's method is called after the plugins unless an event says otherwise, and may take fewer of the arguments.
+    A callback's methods, and the hooks of these names, get ``trainer: TrainerView, module: nn.Module`` before the
+    arguments here and, by its name, ``run: RunContext``.
     """
 
     __slots__ = ()
@@ -68,7 +68,7 @@ class EventMethods:
 
     @event
     def on_train_epoch_end(self) -> None:
-        """After the epoch's last batch and its validation. Its metrics are reduced after the module's method is called.
+        """After the epoch's last batch and validation: the module first, then its metrics are reduced, then callbacks.
 
         Also when training ends within an epoch (`max_steps`, `max_time`, `trainer.should_stop`):
         ``trainer.position.epoch_ended`` is then False, and the hook is called again when a resumed run ends the epoch.
