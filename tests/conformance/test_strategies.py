@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from stratagem_dp import conformance
 from torch import nn
 
-from stratagem_dp import conformance
 from stratagem_testing import StrategyConformance
 
 
