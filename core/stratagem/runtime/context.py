@@ -25,9 +25,9 @@ from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
 from stratagem.runtime import connection, state_io
 from stratagem.runtime.hook_caller import HookCaller
-from stratagem.runtime.module_notes import check_replaced, note_replaced, parts_of
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.parameter_names import begun_on_meta, named_parameters, point_at
+from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.stack import description
