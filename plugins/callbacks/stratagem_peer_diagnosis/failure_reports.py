@@ -59,6 +59,10 @@ class FailureReports:
         self._collectives, self.is_open, self._store_s, self._store = collectives, True, store_s, store
         self._file = None if folder is None else folder / _CAUSE
 
+    @property
+    def _reports(self) -> KeyValueStore:
+        return self._store or self._collectives.key_value_store(shared=True)
+
     def read(self, limit_s: float) -> PeerError | None:
         """Return the cause that a rank reported as an error, if one does within `limit_s`."""
         cause = self._ask(lambda: self._first_report(limit_s), limit_s + self._store_s)
@@ -70,19 +74,14 @@ class FailureReports:
         return PeerError(found, do=do or "this rank stops with it")
 
     def _first_report(self, limit_s: float) -> str | None:
-        store, deadline = self._store or self._collectives.key_value_store(shared=True), time.monotonic() + limit_s
+        store, deadline = self._reports, time.monotonic() + limit_s
         while not (reports := store.get(_CAUSE)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return reports.partition(_END)[0] if reports else None
 
     def write(self, cause: str) -> None:
         """Report `cause` to the others, unless a rank has reported one already."""
-
-        def append() -> None:
-            store = self._store or self._collectives.key_value_store(shared=True)
-            store.append(_CAUSE, f"{cause}{_END}")
-
-        self._ask(append, self._store_s)
+        self._ask(lambda: self._reports.append(_CAUSE, f"{cause}{_END}"), self._store_s)
 
     def write_finding(self, cause: PeerError) -> None:
         """Report `cause`, and what to do, to the others, unless a rank has reported one already."""
