@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import types
 import typing
 import weakref
@@ -17,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.distributed.tensor import DTensor
 
 import stratagem as sg
+from garbage import still_there
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
@@ -510,14 +510,12 @@ def _groups_that_remain(rank, world_size, strategy):
     def train():
         trainer = fit(world_size, strategy, Net(), joined_batches(2, 24))
         trainer.fit(trainer.module, share(trainer, joined_batches(2, 24)))
-        made = weakref.WeakSet(torch.distributed.distributed_c10d._world.pg_map)
+        made = list(map(weakref.ref, torch.distributed.distributed_c10d._world.pg_map))
         weights_of(trainer)
         trainer.close()
         return made
 
-    groups = train()
-    gc.collect()
-    return len(groups)
+    return still_there(train())
 
 
 # --- Groups and offloaded shards ---------------------------------------------------------------------------------
