@@ -91,15 +91,19 @@ def project(tmp_path):
     source.with_name("caller.py").write_text(CALLER)
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "source.py").write_text("from early_package import early\n")
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
-    for words in (
-        ["init", "-q"],
-        ["add", "."],
-        ["commit", "-qm", "x"],
-        ["update-ref", "refs/remotes/origin/main", "HEAD"],
-    ):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    git(tmp_path, "init", "-q")
+    commit(tmp_path)
+    git(tmp_path, "update-ref", "refs/remotes/origin/main", "HEAD")
     return tmp_path
+
+
+def git(project, *words):
+    subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@x", *words], cwd=project, check=True)
+
+
+def commit(project):
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "x")
 
 
 def pytest_in(project, *arguments):
@@ -240,6 +244,19 @@ def test_a_change_selects_the_tests_that_mention_what_changed(project):
     assert "no test was found for notes.txt" in pytest_in(project, "--collect-only", "--changed").stdout
     unknown = pytest_in(project, "--collect-only", "--changed", "--base", "nowhere")
     assert (unknown.returncode, "git knows no commit 'nowhere'" in unknown.stderr) == (4, True)
+
+
+@WHERE_IT_CHANGED
+@pytest.mark.slow
+def test_a_change_of_the_core_selects_what_trains(project):
+    trains, core = project / "tests" / "parity" / "test_trains.py", project / "core" / "engine" / "step.py"
+    for path, text in ((trains, "def test_trains():\n    pass\n"), (core, "")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    commit(project)
+    core.write_text("# changed\n")
+
+    assert collected(project, "--changed", "--base", "HEAD") == ["test_trains"]
 
 
 @WHERE_IT_CHANGED
