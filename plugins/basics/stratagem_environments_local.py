@@ -244,7 +244,7 @@ class TorchElasticEnvironment(Environment):
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
         world = elastic_world(os.environ)
-        if run.devices_given and run.num_processes != world.local_world_size:
+        if run.stack.devices_given and run.num_processes != world.local_world_size:
             raise ConfigError(
                 f"devices is {run.num_processes} and torchrun started {world.local_world_size} processes on this node",
                 expected="the same number",

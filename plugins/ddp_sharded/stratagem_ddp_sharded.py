@@ -26,8 +26,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem.api import GRADIENT_BUCKETS, Capabilities, Collectives, hookimpl
-from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state, taken_out
+from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
 from stratagem.api.options import options
+from stratagem.api.state_fit import taken_out
 from stratagem.api.validators import more_than
 from stratagem.checkpoint.tensor_memory import as_gathered
 from stratagem_buckets.flat import averaged, flatten, grouped, reached, views

@@ -470,7 +470,9 @@ def _variables(**values):
 
 def _asking(num_processes=2, num_nodes=1, devices_given=False):
     settings = SimpleNamespace(num_nodes=num_nodes)
-    return SimpleNamespace(num_processes=num_processes, devices_given=devices_given, settings=settings)
+    return SimpleNamespace(
+        num_processes=num_processes, stack=SimpleNamespace(devices_given=devices_given), settings=settings
+    )
 
 
 def test_environment_reads_its_variables(made, monkeypatch):

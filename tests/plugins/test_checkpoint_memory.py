@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 import stratagem as sg
-from stratagem.api.named_state import taken_out
+from stratagem.api.state_fit import taken_out
 from stratagem.checkpoint.background_save import SingleProcessRun
 from stratagem.checkpoint.tensor_memory import as_gathered, collecting
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint

@@ -226,7 +226,8 @@ def test_nodes_with_different_numbers_of_processes_are_counted_by_torchrun():
 def test_a_number_of_nodes_that_contradicts_torchrun_is_refused(monkeypatch):
     for name, value in ELASTIC.items():
         monkeypatch.setenv(name, value)
-    run = SimpleNamespace(num_processes=2, devices_given=False, settings=SimpleNamespace(num_nodes=3))
+    stack, settings = SimpleNamespace(devices_given=False), SimpleNamespace(num_nodes=3)
+    run = SimpleNamespace(num_processes=2, stack=stack, settings=settings)
 
     with pytest.raises(ConfigError, match="num_nodes is 3 and torchrun has 2"):
         TorchElasticEnvironment().setup_environment(run=run)

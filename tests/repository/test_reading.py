@@ -15,12 +15,12 @@ READ = {
     "strategy": (
         [f"{CORE}/{name}.py" for name in ("hooks", "context", "world", "capabilities", "named_state")]
         + [f"{KINDS}:{name}" for name in ("Plugin", "Strategy", "PrecisionPolicy")],
-        955,
+        900,
     ),
     "callback": (
         [f"{TRAINER}/{name}.py" for name in ("trainer_view", "events", "kinds", "callback_log")]
         + [f"{CORE}/context.py", f"{KINDS}:Plugin"],
-        812,
+        810,
     ),
 }
 

@@ -112,7 +112,7 @@ class FairScalePipeStrategy(Strategy):
         given = [_device(each) for each in self.devices or ()] or list(run.devices)
         if not self.devices and len(given) <= number and run.device.type == "cpu":
             given = [run.device] * number
-        are_chosen = bool(self.devices) or run.devices_given
+        are_chosen = bool(self.devices) or run.stack.devices_given
         if len(given) < number or (are_chosen and len(given) > number):
             raise ConfigError(
                 f"{_PATH}.balance has {number} partition{'s' * (number > 1)}, and there are {len(given)} devices",

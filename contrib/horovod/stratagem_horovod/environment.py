@@ -55,7 +55,7 @@ class HorovodEnvironment(Environment):
                 do='start the program with horovodrun, or leave environment at "auto"',
             )  # fmt: skip
         place = read_place(os.environ)
-        if run.devices_given and run.num_processes != place.local_world_size:
+        if run.stack.devices_given and run.num_processes != place.local_world_size:
             raise ConfigError(
                 f"devices is {run.settings.devices!r} and {LOCAL_SIZE} is '{place.local_world_size}'",
                 expected="one process for each device",

@@ -35,10 +35,8 @@ class RunContext(Protocol):
     device: torch.device
     #: All devices of this process.
     devices: tuple[torch.device, ...]
-    #: Number of processes on this node. Known before the processes connect, as is the next one.
+    #: Number of processes on this node. Known before the processes connect.
     num_processes: int
-    #: Whether the user set `devices`, rather than leaving it to "auto".
-    devices_given: bool
     #: True in a worker whose results are sent back to the launching process.
     is_worker: bool
 

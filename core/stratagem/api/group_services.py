@@ -1,13 +1,16 @@
-"""What a group of ranks offers beside collectives: groups for other threads, a store."""
+"""What a group of ranks offers beside collectives: groups for other threads, a store, a counter of bytes."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Self
 
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from stratagem.api.traffic import Traffic
 
 
 class KeyValueStore:
@@ -38,6 +41,13 @@ class GroupServices:
     failed = False
     #: Whether a collective on tensors of `device` raises an error when another rank dies, before the timeout.
     reports_lost_ranks = True
+
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        """The counter of bytes of sent tensors; groups made by `split` share it."""
+        from stratagem.api.traffic import Traffic
+
+        return Traffic()
 
     def values(self, tensor: torch.Tensor, planned: Any) -> Any:
         """Return what `tensor.tolist()` does, which waits for its device; not collective.

@@ -1,6 +1,6 @@
-"""The hooks of a run, in the order in which they are called; the last two end it.
+"""The hooks of a run, in the order in which they are called; the last one ends it.
 
-Those that an environment, a launcher and a checkpoint format must answer are in `stratagem.api.process_hooks`.
+Those that no strategy answers are in `stratagem.api.other_hooks`.
 
 [Note: answering, acting, wrapping]
 * An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
@@ -15,8 +15,7 @@ An implementation names only the arguments that it uses. `run` is a `stratagem.a
 the bases of `stratagem.api.kinds` that is all of the core that a plugin uses. A hook runs in every process, unless its
 description says otherwise.
 
-Other packages add hooks, as the Trainer adds its events. A plugin that works without such a package marks them with
-``@hookimpl(optionalhook=True)``.
+Other packages add hooks, as the Trainer does; a plugin that works without them uses ``@hookimpl(optionalhook=True)``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from stratagem.api.context import RunContext
-    from stratagem.api.run_parts import Materializer
     from stratagem.api.world import Collectives, World
 
 # --- Processes ---------------------------------------------------------------------------------------------------
@@ -64,15 +62,6 @@ def init_context(empty: bool, run: RunContext) -> AbstractContextManager[Any] | 
     """
 
 
-@hookspec(firstresult=True)
-def materializer(module: nn.Module, run: RunContext) -> Materializer:
-    """Answer: a `Materializer` for `module`, which was built on the meta device (``empty``). Collective.
-
-    Called for ``run.materializer(module)``. The values depend only on rank 0's seed and the names of parameters, not
-    on the rank that initializes them.
-    """
-
-
 @hookspec
 def prepare_module(module: nn.Module, run: RunContext) -> None:
     """All act: change the user's module in place before it is wrapped (convert dtypes, swap layers)."""
@@ -82,8 +71,7 @@ def prepare_module(module: nn.Module, run: RunContext) -> None:
 def units(module: nn.Module, run: RunContext) -> list[nn.Module]:
     """Answer (strategy): the parts of the user's `module` that it gathers or calls one by one. Default: none.
 
-    Called for ``run.ask("units", module=module)``, before ``wrap_model`` is: by plugins that act on each unit, such as
-    one that compiles them.
+    Called for ``run.ask("units", module=module)``, before ``wrap_model`` is: by plugins that compile each unit.
     """
 
 
@@ -92,8 +80,7 @@ def wrap_backend(backend: Callable[[Any, Any], Any], run: RunContext) -> Callabl
     """Answer (strategy): what compiles graphs, given the `backend` of ``torch.compile``. Default: the same.
 
     Called for ``run.ask("wrap_backend", backend=backend)``. A backend takes a graph and example inputs and returns a
-    function of the inputs. For a strategy whose activations are of a class with ``__torch_function__``: torch hands
-    those to graphs.
+    function of the inputs. For activations of a class with ``__torch_function__``, which torch hands to graphs.
     """
 
 
@@ -145,11 +132,6 @@ def forward_backward(module: nn.Module, batch: Any, batch_idx: int, divisor: flo
     that are accumulated unless targets are counted, with `Run.backward`, which calls the hooks `on_before_backward` and
     `on_after_backward`. Default: ``run.step.forward_backward(batch, batch_idx, divisor)``.
     """
-
-
-@hookspec(firstresult=True)
-def scale_loss(loss: Tensor, run: RunContext) -> Tensor:
-    """Answer (precision): the loss to differentiate. Default: unchanged."""
 
 
 @hookspec(firstresult=True)
@@ -232,14 +214,6 @@ def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn
 
 
 # --- The end -----------------------------------------------------------------------------------------------------
-
-
-@hookspec(firstresult=True)
-def explain_error(error: BaseException, run: RunContext) -> BaseException:
-    """Answer: the error to raise in place of `error`, which ends the run on this rank. Default: `error`.
-
-    Called once for each error, after `on_exception`. Other ranks may be gone: no collectives here.
-    """
 
 
 @hookspec

@@ -11,12 +11,9 @@ so that any strategy at any world size can read what any other wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from stratagem.api.state_fit import check_optimizer_state
+from stratagem.api.state_fit import check_optimizer_state, own_copy, taken_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,23 +53,10 @@ def physical_optimizer_state(logical: dict[str, Any], optimizer: Optimizer, modu
     numbers = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in logical["param_groups"]]
     state = {
-        numbers[name]: {key: _own(value, parameters[numbers[name]]) for key, value in entry.items()}
+        numbers[name]: {key: own_copy(value, parameters[numbers[name]]) for key, value in entry.items()}
         for name, entry in taken_out(logical["state"])
     }
     return {"state": state, "param_groups": groups}
-
-
-def taken_out(entries: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a dict and remove them from it, so that each is freed once the caller has used it."""
-    for key in list(entries):
-        yield key, entries.pop(key)
-
-
-def _own(value: Any, parameter: Any) -> Any:
-    """Return a copy of a tensor that the optimizer would keep; on another device it makes its own copy."""
-    if isinstance(value, torch.Tensor) and value.device == parameter.device:
-        return value.clone()
-    return value
 
 
 def _names_in_order(optimizer: Optimizer, module: nn.Module) -> list[str]:

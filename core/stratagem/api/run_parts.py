@@ -91,6 +91,10 @@ class RunStack(Protocol):
     def num_nodes(self) -> int:
         """Number of nodes: what the environment found, else ``num_nodes=``. Known before the processes connect."""
 
+    @property
+    def devices_given(self) -> bool:
+        """Whether the user set `devices`, rather than leaving it to "auto"."""
+
     def timeouts(self) -> Timeouts:
         """How long a rank waits for the other ranks."""
 

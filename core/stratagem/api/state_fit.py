@@ -1,10 +1,12 @@
-"""Check that a saved state fits the model and the optimizer that load it; put weights that fit into a module."""
+"""Check that a saved state fits the model and the optimizer that load it; copy it to where it belongs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from stratagem.errors import CheckpointError
 
@@ -26,6 +28,19 @@ def check_optimizer_state(logical: dict[str, Any], names: list[str], sizes: list
             expected=f"{sizes} as in this run's optimizer",
             do="resume with the optimizer that wrote it, or load only the weights",
         )
+
+
+def taken_out(entries: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a dict and remove them from it, so that each is freed once the caller has used it."""
+    for key in list(entries):
+        yield key, entries.pop(key)
+
+
+def own_copy(value: Any, parameter: Any) -> Any:
+    """Return a copy of a tensor that the optimizer would keep; on another device it makes its own copy."""
+    if isinstance(value, torch.Tensor) and value.device == parameter.device:
+        return value.clone()
+    return value
 
 
 def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stratagem.api.traffic import Traffic
-
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
@@ -96,8 +94,7 @@ class Mesh:
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(math.prod(self.axes.values())):
             other = Mesh(axes=self.axes, rank=rank)
-            fixed = tuple(other.position(axis) for axis in self.axes if axis not in axes)
-            groups.setdefault(fixed, []).append(rank)
+            groups.setdefault(tuple(other.position(axis) for axis in self.axes if axis not in axes), []).append(rank)
         return list(groups.values())
 
 
@@ -126,13 +123,6 @@ class Collectives(GroupServices):
         differ between ranks are an error on all of them.
         """
         return self
-
-    @functools.cached_property
-    def traffic(self) -> Traffic:
-        """The counter of bytes of sent tensors; groups made by `split` share it."""
-        from stratagem.api.traffic import Traffic
-
-        return Traffic()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         """Return the reduction of `tensor` over all ranks as a new tensor."""

@@ -125,7 +125,7 @@ def _check_kind(entry: Entry, kind: Any, earlier: Mapping[str, Kind]) -> None:
     Raises:
         PluginError: names the package.
     """
-    from stratagem.api import hooks, process_hooks
+    from stratagem.api import hooks, other_hooks
     from stratagem.api.kinds import Kind
 
     who = f"kind {entry.name!r} of {entry.distribution} {entry.version}"
@@ -138,7 +138,7 @@ def _check_kind(entry: Entry, kind: Any, earlier: Mapping[str, Kind]) -> None:
     others = {each.argument for each in earlier.values()}
     if kind.argument in others or _OWNERS.get(kind.argument, entry.distribution) != entry.distribution:
         raise PluginError(f"{who} has the argument {kind.argument!r}, which exists already", do=do)
-    modules = (process_hooks, hooks, *(each.hooks for each in earlier.values()))
+    modules = (other_hooks, hooks, *(each.hooks for each in earlier.values()))
     if twice := sorted({name for each in modules for name in hooks_in(each)} & hooks_in(kind.hooks).keys()):
         raise PluginError(f"{who} adds the hook {twice[0]!r}, which exists already", do=do)
 

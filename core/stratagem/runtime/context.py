@@ -168,7 +168,6 @@ class Context:
     environment: Environment = _of("stack.environment.plugin")
     checkpoint_format: CheckpointFormat = _of("stack.checkpoint.plugin")
     num_processes: int = _of("stack.num_processes")
-    devices_given: bool = _of("stack.devices_given")
 
     differentiate: Callable[[Tensor], None] = _of("step.differentiate")
     #: Call an answer hook, such as ``model_state``, and return the answer.

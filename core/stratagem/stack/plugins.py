@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from stratagem.api import hooks, process_hooks
+from stratagem.api import hooks, other_hooks
 from stratagem.api.kinds import Plugin, PrecisionPolicy, Strategy
 from stratagem.api.run_parts import DEFAULT_TIMEOUT, LEAST_START, NCCL_TIMEOUT, Timeouts
 from stratagem.discovery import registry
@@ -144,7 +144,7 @@ def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, di
 
 def hook_modules() -> list[Any]:
     """Return the modules with specifications: those of `stratagem.api`, and those of installed kinds."""
-    return [process_hooks, hooks, *(kind.hooks for kind in registry.kinds().values() if kind.hooks is not None)]
+    return [other_hooks, hooks, *(kind.hooks for kind in registry.kinds().values() if kind.hooks is not None)]
 
 
 def hook_functions() -> Mapping[str, Callable[..., Any]]:

@@ -113,7 +113,7 @@ def check_run(run: RunContext, local_size: int, num_nodes: int, names: tuple[str
     Raises:
         ConfigError: names both sides.
     """
-    if run.devices_given and run.num_processes != local_size:
+    if run.stack.devices_given and run.num_processes != local_size:
         raise ConfigError(
             f"devices is {run.settings.devices!r}, which makes {run.num_processes} processes on this node, and "
             f"{names[0]}",

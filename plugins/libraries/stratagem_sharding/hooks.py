@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from stratagem.api import hookimpl
-from stratagem.api.named_state import physical_optimizer_state, taken_out
-from stratagem.api.state_fit import check_weights
+from stratagem.api.named_state import physical_optimizer_state
+from stratagem.api.state_fit import check_weights, taken_out
 from stratagem.errors import ConfigError
 from stratagem_sharding.clipping import clip_values
 from stratagem_sharding.param_groups import reshard

@@ -121,11 +121,10 @@ class EnvironmentConformance(_AutoDetected):
         size = environment.local_processes() or 1
         world = self.world or World()
         limits = Timeouts(start=timedelta(seconds=10), collective=timedelta(seconds=10))
-        run = SimpleNamespace(
-            num_processes=size, devices_given=False,
-            settings=SimpleNamespace(num_nodes=world.num_nodes, environment=self.choice().name),
-            stack=SimpleNamespace(num_nodes=environment.num_nodes() or world.num_nodes, timeouts=lambda: limits),
-        )  # fmt: skip
+        settings = SimpleNamespace(num_nodes=world.num_nodes, environment=self.choice().name)
+        num_nodes = environment.num_nodes() or world.num_nodes
+        stack = SimpleNamespace(num_nodes=num_nodes, timeouts=lambda: limits, devices_given=False)
+        run = SimpleNamespace(num_processes=size, settings=settings, stack=stack)
         answer = environment.setup_environment(run=run)
         assert isinstance(answer, World), f"`setup_environment` returned {answer!r}, expected a World"
         return answer

@@ -1,4 +1,4 @@
-"""Hooks before and beside those of `stratagem.api.hooks`: of environments, launchers and checkpoint formats."""
+"""Hooks beside those of `stratagem.api.hooks`, which no strategy answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from torch import Tensor, nn
+
     from stratagem.api.context import RunContext
+    from stratagem.api.run_parts import Materializer
     from stratagem.api.world import World
 
 
@@ -37,6 +40,20 @@ def launch(main: Callable[[], Any], run: RunContext) -> Any:
 
 
 @hookspec(firstresult=True)
+def materializer(module: nn.Module, run: RunContext) -> Materializer:
+    """Answer: a `Materializer` for `module`, which was built on the meta device (``empty``). Collective.
+
+    Called for ``run.materializer(module)``. The values depend only on rank 0's seed and the names of parameters, not
+    on the rank that initializes them.
+    """
+
+
+@hookspec(firstresult=True)
+def scale_loss(loss: Tensor, run: RunContext) -> Tensor:
+    """Answer (precision): the loss to differentiate. Default: unchanged."""
+
+
+@hookspec(firstresult=True)
 def save_checkpoint(state: dict[str, Any], path: Path, run: RunContext) -> bool:
     """Answer (checkpoint format): write `state` to `path` atomically; return True. Called on all ranks."""
 
@@ -46,4 +63,12 @@ def load_checkpoint(path: Path, run: RunContext) -> dict[str, Any]:
     """Answer (checkpoint format): read and verify `path`.
 
     Tensors of the model and the optimizers may be mapped from the file, as `stratagem_checkpoints.mapped_file` does it.
+    """
+
+
+@hookspec(firstresult=True)
+def explain_error(error: BaseException, run: RunContext) -> BaseException:
+    """Answer: the error to raise in place of `error`, which ends the run on this rank. Default: `error`.
+
+    Called once for each error, after `on_exception`. Other ranks may be gone: no collectives here.
     """
