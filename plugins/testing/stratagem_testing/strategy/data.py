@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.api.capabilities import SHARDED_PARAMETERS
 from stratagem_testing.expectations import expect_equal
 from stratagem_testing.reference import Indexed, Net, data, loss_of, train_module_plainly
 from stratagem_testing.strategy.base import StrategyChecks
@@ -30,10 +31,9 @@ class DataChecks(StrategyChecks):
         expect_equal("samples that all data shards read", read, list(range(world_size * 12)), _DIVIDED)
 
     def test_predictions_are_complete_and_in_order(self, world_size: int) -> None:
-        """Each sample is predicted once, on each rank in the order of the data, also if ranks have unequal numbers."""
-        count = 4 * world_size + world_size - 1
-        samples = data(count, seed=9, sequence=self.sequence)
-        results = self._run(world_size, _predict, self.maker(Indexed), samples)
+        """Each sample is predicted once, in order, also if ranks have unequal numbers; with the weights of rank 0."""
+        samples = data(count := 5 * world_size - 1, seed=9, sequence=self.sequence)
+        results = self._run(world_size, _predict, self.maker(Indexed), samples, self.claims(SHARDED_PARAMETERS))
         expected = self.maker(Indexed)()(samples[0])
 
         by_shard = {result["shard"]: result["indices"] for result in results}
@@ -70,12 +70,12 @@ def _indices_read(rank: int, size: int, choose: dict[str, Any], make: Any, sampl
     return trainer.run.mesh.data_shard, module.indices
 
 
-def _predict(rank: int, size: int, choose: dict[str, Any], make: Any, samples: Any) -> Any:
-    trainer = sg.Trainer(**choose)
-    results = trainer.predict(make(), loader((*samples, torch.arange(len(samples[0]))), 2))
-    outputs = torch.cat([out for _, out in results]).detach().cpu()
-    indices = torch.cat([index for index, _ in results]).tolist()
-    return {"shard": trainer.run.mesh.data_shard, "indices": indices, "outputs": outputs}
+def _predict(rank: int, size: int, choose: dict[str, Any], make: Any, samples: Any, equal: bool) -> Any:
+    trainer, module = sg.Trainer(**choose), make()
+    torch._foreach_add_(list(module.state_dict().values()), 0 if equal else rank)
+    results = trainer.predict(module, loader((*samples, torch.arange(len(samples[0]))), 2))
+    indices, outputs = map(torch.cat, zip(*results, strict=True))
+    return {"shard": trainer.run.mesh.data_shard, "indices": indices.tolist(), "outputs": outputs.detach().cpu()}
 
 
 def _validate(rank: int, size: int, choose: dict[str, Any], make: Any, samples: Any, batches: Any) -> Any:
