@@ -201,8 +201,8 @@ def affected(items: list[pytest.Item], files: frozenset[str]) -> tuple[list[pyte
 
     These are all tests of a file that changed, that has the name of a changed module or imports it, or that mentions
     another changed file; and tests whose own code mentions a class, function or entry point of a changed module. Where
-    there are none, they are those of the modules that import the changed one. What trains uses all of the core, and
-    names little of it: its tests follow each change there. `make test` decides.
+    there are none, they are those of the modules that import the changed one. What trains uses all of the core and of
+    the Trainer, and names little of it: tests of that follow each change there. `make test` decides.
     """
     found: set[pytest.Item] = set()
     without = []
@@ -216,9 +216,9 @@ def affected(items: list[pytest.Item], files: frozenset[str]) -> tuple[list[pyte
 def _affected_by(items: list[pytest.Item], path: Path) -> list[pytest.Item]:
     file = _relative(path)
     if file.startswith(("core/", "plugins/")) and path.suffix == ".py":
-        trains = ROOT / "tests/parity"
-        of_core = [item for item in items if file.startswith("core/") and item.path.is_relative_to(trains)]
-        return of_core + _affected_by_modules(items, {path})
+        trains, used = ROOT / "tests/parity", file.startswith(("core/", "plugins/trainer/"))
+        training = [item for item in items if used and item.path.is_relative_to(trains)]
+        return training + _affected_by_modules(items, {path})
     if file.startswith("contrib/"):
         return [item for item in items if item.path.name == "test_contrib.py" and f"[{path.parts[-2]}" in item.nodeid]
     if file.startswith("tests/") and path.suffix == ".py":
