@@ -33,7 +33,7 @@ from stratagem.errors import ConfigError, LaunchError, is_echo
 from stratagem_launchers_local.children import Child, child_environment, end, local_places
 from stratagem_launchers_local.reports import left, root_cause
 from stratagem_launchers_local.supervision import start_for_good
-from stratagem_meeting.join_requests import JoinRequest, different_models, ranks_in_words
+from stratagem_meeting.arrivals import Arrival, different_models, ranks_in_words
 from stratagem_peer_diagnosis import diagnosis
 from stratagem_testing import run_in_processes
 
@@ -467,7 +467,7 @@ def test_what_listens_is_told_apart():
 
 def test_models_of_devices_are_named_in_the_order_of_ranks_whoever_comes_first():
     ranks = [
-        JoinRequest(rank=rank, world_size=3, num_nodes=1, host="a", pid=1, id=str(rank), digest="", model=model)
+        Arrival(rank=rank, world_size=3, num_nodes=1, host="a", pid=1, id=str(rank), digest="", model=model)
         for rank, model in enumerate("xyx")
     ]
 

@@ -147,6 +147,7 @@ def test_validation_that_is_switched_off_is_not_told(recwarn):
     ("arguments", "hint"),
     [
         ({"comm_hook": "fp16"}, "did you mean 'fp16_compress'."),
+        ({"comm_hook": "bf16"}, "did you mean 'bf16_compress' or 'bf16_feedback'."),
         ({"strategy": "dpp"}, "did you mean 'ddp' or 'dp'."),
         ({"strategy": "pdd"}, "did you mean 'ddp'."),
         ({"callbacks": "checkpoint"}, "did you mean 'model_checkpoint' or 'on_exception_checkpoint'."),

@@ -39,11 +39,6 @@ def moved(name: str) -> str:
     return str(_catalog()["spellings"].get(name, "")) or moved_names("plugins").get(name, "")
 
 
-def is_dtype(name: str) -> bool:
-    """Whether `name` is a spelling of a dtype."""
-    return name in _catalog()["spellings"]
-
-
 def providers(kind: str) -> dict[str, str]:
     """Return the known plugin names of `kind`, each with the package that provides it."""
     packages: dict[str, dict[str, list[str]]] = {**_catalog()["packages"], **_catalog()["elsewhere"]}

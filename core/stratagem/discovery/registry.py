@@ -218,10 +218,10 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     others = (entry.kind for entry in entries() if entry.name.lower() == wanted and entry.kind in kinds())
     elsewhere = next(others, "")
     near = nearest(name, [*installed, *known])
-    begins = any(other.startswith(wanted) for other in (*installed, *known))  # comm hook "fp16" is not a precision
-    moved = "" if begins and catalog.is_dtype(wanted) and kind != "precision" else catalog.moved(wanted)
-    instead = moved or (f'use {argument_of(elsewhere)}="{wanted}"' if elsewhere else "")
-    if instead:
+    # Comm hook "fp16" is not a precision.
+    is_ours = kind != "precision" and any(other.startswith(wanted) for other in (*installed, *known))
+    instead = catalog.moved(wanted) or (f'use {argument_of(elsewhere)}="{wanted}"' if elsewhere else "")
+    if instead and not is_ours:
         return PluginError(f"{kind} {name!r} is unknown", do=instead)
     listing = ", ".join(sorted(installed)) or "none; see `pip install stratagem-...` in the README"
     return PluginError(f"{kind} {name!r} is unknown", expected=f"one of those installed: {listing}", do=near)

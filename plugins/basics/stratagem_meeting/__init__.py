@@ -21,9 +21,9 @@ from attrs import define, field
 from stratagem.distributed.probe import Notices, notify
 from stratagem.distributed.rendezvous import Meeting
 from stratagem.errors import LaunchError, PeerError, StratagemError
-from stratagem_meeting import join_requests
+from stratagem_meeting import arrivals
+from stratagem_meeting.arrivals import Arrival
 from stratagem_meeting.early_errors import tell
-from stratagem_meeting.join_requests import JoinRequest
 
 if TYPE_CHECKING:
     from stratagem.api.world import World
@@ -73,7 +73,7 @@ def meet(
     _meetings += 1
     text = json.dumps(dict(facts), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    me = JoinRequest.of(world, digest, device, may_share_device=may_share_device)
+    me = Arrival.of(world, digest, device, may_share_device=may_share_device)
     try:
         _Participant(Meeting(store, world.generation, _meetings), world, me, text, timeout, where).agree()
     except dist.DistError as error:
@@ -107,7 +107,7 @@ class _Participant:
 
     meeting: Meeting
     world: World
-    me: JoinRequest
+    me: Arrival
     #: What must be equal on all ranks, as JSON.
     facts: str
     timeout: timedelta
@@ -117,7 +117,7 @@ class _Participant:
     #: The number of this process's arrival.
     _number: int = field(init=False, default=0)
     #: Rank 0: those that have arrived, by rank.
-    _arrived: dict[int, JoinRequest] = field(init=False, factory=dict)
+    _arrived: dict[int, Arrival] = field(init=False, factory=dict)
 
     def agree(self) -> None:
         """Arrive, wait for the verdict, and raise it if it is an error."""
@@ -127,7 +127,7 @@ class _Participant:
         if "kind" in verdict:
             if self.world.rank == 0 and not self.world.store_hosted:  # the store ends with this process
                 self.meeting.wait_for_readers(self.world.world_size, _GRACE_S)
-            raise join_requests.error_from_json(verdict)
+            raise arrivals.error_from_json(verdict)
         if self._number > verdict["agreed"]:
             raise self._too_late(verdict["agreed"])
         if self.world.local_rank == 0 and verdict["host"] != self.me.host:
@@ -141,13 +141,13 @@ class _Participant:
             count = self._read_arrivals()
             verdict: dict[str, Any] = {"agreed": count, "host": self.me.host, "time": time.time()}
         except StratagemError as error:
-            verdict = join_requests.error_to_json(error)
+            verdict = arrivals.error_to_json(error)
         except BaseException as error:
             told = PeerError(f"{self.me} ended with {type(error).__name__} while it waited for the others")
-            self.meeting.conclude(join_requests.error_to_json(told))
+            self.meeting.conclude(arrivals.error_to_json(told))
             raise
         verdict = self.meeting.conclude(verdict)  # before the warning, which may be an error
-        if note := join_requests.different_models(self._arrived.values()):
+        if note := arrivals.different_models(self._arrived.values()):
             warnings.warn(note, stacklevel=2)
         return verdict
 
@@ -176,23 +176,23 @@ class _Participant:
         """Add an arrival to those that are fine, or raise an error for all ranks."""
         if "failed" in found:
             raise PeerError(found["failed"], do="this rank stops with it")
-        new = JoinRequest(**found)
+        new = Arrival(**found)
         facts = self.meeting.facts(number) if new.digest != self.me.digest else self.facts
         zero_facts = json.loads(self.facts)
-        if error := join_requests.problem(new, json.loads(facts), self.me, zero_facts, self._arrived.values()):
+        if error := arrivals.problem(new, json.loads(facts), self.me, zero_facts, self._arrived.values()):
             raise error
         self._arrived[new.rank] = new
 
-    def _waited_in_vain(self, who: str, waited_s: float, arrived: Mapping[int, JoinRequest]) -> LaunchError:
+    def _waited_in_vain(self, who: str, waited_s: float, arrived: Mapping[int, Arrival]) -> LaunchError:
         return LaunchError(
             f"{who} has waited {waited_s:g} s for {self._missing(arrived)} at {self.where}",
             expected="all ranks to come in time",
             do="check that they were started and what their output says, or raise the strategy's start_timeout",
         )
 
-    def _missing(self, arrived: Mapping[int, JoinRequest]) -> str:
+    def _missing(self, arrived: Mapping[int, Arrival]) -> str:
         size = self.world.world_size
-        return f"{join_requests.ranks_in_words(set(range(size)) - set(arrived))} of {size}"
+        return f"{arrivals.ranks_in_words(set(range(size)) - set(arrived))} of {size}"
 
     # --- The other ranks -----------------------------------------------------------------------------------------
 
@@ -210,12 +210,12 @@ class _Participant:
             pause_s = min(longest_s, 1.5 * pause_s)
         return verdict
 
-    def _read_all(self, count: int | None = None) -> dict[int, JoinRequest]:
+    def _read_all(self, count: int | None = None) -> dict[int, Arrival]:
         """Return the first `count` arrivals by rank; by default all until now."""
         arrived, number = {}, 1
         while (count is None or number <= count) and (found := self.meeting.arrival(number)) is not None:
             if "failed" not in found:
-                arrived[found["rank"]] = JoinRequest(**found)
+                arrived[found["rank"]] = Arrival(**found)
             number += 1
         return arrived
 
@@ -223,7 +223,7 @@ class _Participant:
         """Return the error for a process that came after all ranks had met."""
         arrived = self._read_all(count)
         at = f"; the ranks that met at {self.where} train already"
-        error = join_requests.error_of_late_rank(self.me, arrived[0], arrived.values())
+        error = arrivals.error_of_late_rank(self.me, arrived[0], arrived.values())
         return type(error)(error.found + at, expected=error.expected, do=error.do)
 
     def _compare_clocks(self, verdict: Mapping[str, Any]) -> None:

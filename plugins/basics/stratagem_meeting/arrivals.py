@@ -21,7 +21,7 @@ _NAMED = 8
 
 
 @frozen(kw_only=True)
-class JoinRequest:
+class Arrival:
     """One process at the meeting of the ranks; see [Note: meeting] in `stratagem.distributed.rendezvous`."""
 
     rank: int
@@ -39,7 +39,7 @@ class JoinRequest:
     may_share_device: bool = False
 
     @classmethod
-    def of(cls, world: World, digest: str, device: tuple[str, str] | None, *, may_share_device: bool) -> JoinRequest:
+    def of(cls, world: World, digest: str, device: tuple[str, str] | None, *, may_share_device: bool) -> Arrival:
         name, model = device or ("", "")
         return cls(
             rank=world.rank, world_size=world.world_size, num_nodes=world.num_nodes, host=socket.gethostname(),
@@ -58,8 +58,8 @@ class JoinRequest:
         return f"rank {self.rank} ({self.process})"
 
 
-def problem(new: JoinRequest, facts: Mapping[str, Any], zero: JoinRequest, zero_facts: Mapping[str, Any],
-            arrived: Iterable[JoinRequest]) -> ConfigError | None:  # fmt: skip
+def problem(new: Arrival, facts: Mapping[str, Any], zero: Arrival, zero_facts: Mapping[str, Any],
+            arrived: Iterable[Arrival]) -> ConfigError | None:  # fmt: skip
     """Return why the process `new` cannot be one of the ranks; None if it can.
 
     Args:
@@ -75,7 +75,7 @@ def problem(new: JoinRequest, facts: Mapping[str, Any], zero: JoinRequest, zero_
     )
 
 
-def error_of_late_rank(new: JoinRequest, zero: JoinRequest, arrived: Iterable[JoinRequest]) -> ConfigError:
+def error_of_late_rank(new: Arrival, zero: Arrival, arrived: Iterable[Arrival]) -> ConfigError:
     """Return why `new` is not one of the ranks, all of which have `arrived` before it.
 
     What it trains is not compared: it belongs to another run, or is the second process of a rank.
@@ -85,7 +85,7 @@ def error_of_late_rank(new: JoinRequest, zero: JoinRequest, arrived: Iterable[Jo
     return error
 
 
-def _other_world(new: JoinRequest, zero: JoinRequest) -> ConfigError | None:
+def _other_world(new: Arrival, zero: Arrival) -> ConfigError | None:
     if (new.world_size, new.num_nodes) != (zero.world_size, zero.num_nodes):
         return ConfigError(
             f"{new} has a world of {new.world_size} processes on {new.num_nodes} nodes, and {zero} one of "
@@ -103,7 +103,7 @@ def _other_world(new: JoinRequest, zero: JoinRequest) -> ConfigError | None:
 
 
 def _other_facts(
-    new: JoinRequest, facts: Mapping[str, Any], zero: JoinRequest, zero_facts: Mapping[str, Any]
+    new: Arrival, facts: Mapping[str, Any], zero: Arrival, zero_facts: Mapping[str, Any]
 ) -> ConfigError | None:
     if new.digest == zero.digest:
         return None
@@ -115,7 +115,7 @@ def _other_facts(
     )  # fmt: skip
 
 
-def _same_rank(new: JoinRequest, others: Iterable[JoinRequest]) -> ConfigError | None:
+def _same_rank(new: Arrival, others: Iterable[Arrival]) -> ConfigError | None:
     for other in others:
         if other.rank == new.rank:
             return ConfigError(
@@ -126,7 +126,7 @@ def _same_rank(new: JoinRequest, others: Iterable[JoinRequest]) -> ConfigError |
     return None
 
 
-def _same_device(new: JoinRequest, others: Iterable[JoinRequest]) -> ConfigError | None:
+def _same_device(new: Arrival, others: Iterable[Arrival]) -> ConfigError | None:
     for other in others:
         if new.device and other.device == new.device and not (new.may_share_device and other.may_share_device):
             return ConfigError(
@@ -138,7 +138,7 @@ def _same_device(new: JoinRequest, others: Iterable[JoinRequest]) -> ConfigError
     return None
 
 
-def different_models(arrived: Iterable[JoinRequest]) -> str:
+def different_models(arrived: Iterable[Arrival]) -> str:
     """Return a note if the ranks have devices of several models, else ""."""
     models: dict[str, list[int]] = {}
     for each in sorted(arrived, key=lambda arrival: arrival.rank):
