@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import stratagem as sg
-from stratagem.callbacks import EMA, ModelCheckpoint, StochasticWeightAveraging
+from stratagem.callbacks import EMA, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference
@@ -92,6 +92,22 @@ def test_ema_updates_all_weights_in_one_call_and_to_the_bit(monkeypatch):
 
     assert calls == [len(expected)]
     assert all(torch.equal(callback.average[name], value) for name, value in expected.items())
+
+
+def test_weights_of_all_steps_count_equally_as_in_torchs_average():
+    module, plain = Net(), Net()
+    sg.Trainer(max_epochs=1, callbacks=WeightAveraging(), **QUIET).fit(module, BATCHES)
+
+    optimizer, averaged = plain.configure_optimizers(), AveragedModel(plain)
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        plain.criterion(plain(x), y).backward()
+        optimizer.step()
+        averaged.update_parameters(plain)
+    expected = averaged.module.state_dict()
+
+    assert relative_difference(plain.state_dict(), expected) > 1e-3, "nothing could be told apart"
+    assert relative_difference(module.state_dict(), expected) < 1e-6
 
 
 class Normalized(Net):
