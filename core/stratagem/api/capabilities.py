@@ -5,7 +5,7 @@ The vocabulary is open: a plugin may use words of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from attrs import field, frozen
@@ -65,8 +65,8 @@ def _words(values: Iterable[str]) -> frozenset[str]:
     return frozenset(values)
 
 
-def _provided(values: Collection[str]) -> frozenset[str]:
-    return _words([*values, ACCUMULATION] if NO_SYNC in values else values)
+def _provided(values: Iterable[str]) -> frozenset[str]:
+    return words | {ACCUMULATION} if NO_SYNC in (words := _words(values)) else words
 
 
 @frozen(kw_only=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RunContext(Protocol):
     """The run of this process: its plugins, ranks, devices and model. Most values are known once it is connected.
 
-    Plugins set none of these attributes, unless its description says so.
+    Plugins set none of these, unless a description says so.
     """
 
     # --- World and devices ---------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class RunContext(Protocol):
 
     @property
     def step(self) -> RunStep:
-        """What hooks of the step call to have the default."""
+        """The defaults of the step's hooks, and counters."""
 
     def materializer(self, module: nn.Module) -> Materializer:
         """Return a `Materializer` for a `module` that was built on the meta device. Collective."""

@@ -33,7 +33,7 @@ class KeyValueStore:
 
 
 class GroupServices:
-    """For the loop of a Trainer, for saves, and to find out which rank was lost; few strategies call any of it."""
+    """For the loop of a Trainer, for saves, and to find out which rank was lost; strategies count what they send."""
 
     #: Number of ranks of the group.
     world_size = 1

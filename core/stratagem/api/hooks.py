@@ -1,6 +1,6 @@
 """The hooks of a run, in the order in which they are called; the last one ends it.
 
-Those that no strategy answers are in `stratagem.api.other_hooks`.
+More, for other kinds, are in `stratagem.api.other_hooks`.
 
 [Note: answering, acting, wrapping]
 * An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
@@ -80,7 +80,7 @@ def wrap_backend(backend: Callable[[Any, Any], Any], run: RunContext) -> Callabl
     """Answer (strategy): what compiles graphs, given the `backend` of ``torch.compile``. Default: the same.
 
     Called for ``run.ask("wrap_backend", backend=backend)``. A backend takes a graph and example inputs and returns a
-    function of the inputs. For activations of a class with ``__torch_function__``, which torch hands to graphs.
+    function of the inputs. Torch hands activations of a class with ``__torch_function__`` to graphs.
     """
 
 
@@ -89,9 +89,9 @@ def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
     """Answer (strategy): place `module` on ``run.device`` and return the module to call instead.
 
     `module` is a `StepModule`, whose forward runs ``training_step``, ``validation_step`` and so on. So an engine
-    with hooks on ``forward`` covers the whole step. Outer strategies wrap. Called for every stage (``run.stage``).
-    One that replaces parameters calls ``stratagem.api.parameters.replace_parameter``, which keeps what users attached
-    to them.
+    with hooks on ``forward`` covers the whole step. Outer strategies wrap. In every stage replicas begin with rank 0's
+    values. What replaces parameters calls ``stratagem.api.parameters.replace_parameter``, which keeps what users
+    attached to them.
     """
 
 
@@ -129,16 +129,16 @@ def forward_backward(module: nn.Module, batch: Any, batch_idx: int, divisor: flo
     """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
 
     Return what ``training_step`` returns. Differentiate its loss divided by `divisor`, which is the number of batches
-    that are accumulated unless targets are counted, with `Run.backward`, which calls the hooks `on_before_backward` and
-    `on_after_backward`. Default: ``run.step.forward_backward(batch, batch_idx, divisor)``.
+    that are accumulated unless targets are counted, with ``run.backward``, which calls the hooks `on_before_backward`
+    and `on_after_backward`. Default: ``run.step.forward_backward(batch, batch_idx, divisor)``.
     """
 
 
 @hookspec(firstresult=True)
 def backward(loss: Tensor, module: nn.Module, run: RunContext) -> bool:
-    """Answer (strategy): differentiate `loss` with `Run.differentiate`; return True. `module` is ``run.model``.
+    """Answer (strategy): differentiate `loss` with ``run.differentiate``; return True. `module` is ``run.model``.
 
-    Default: `Run.differentiate` alone, which is ``loss.backward()`` unless the module defines a `backward`.
+    Default: ``run.differentiate`` alone, which is ``loss.backward()`` unless the module defines a `backward`.
     """
 
 

@@ -1,4 +1,4 @@
-"""Hooks beside those of `stratagem.api.hooks`, which no strategy answers."""
+"""Hooks that no strategy answers; `docs/hooks.md` has all hooks in the order of calls."""
 
 from __future__ import annotations
 

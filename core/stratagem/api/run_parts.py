@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 NCCL_TIMEOUT = timedelta(minutes=10)
-#: A start takes its time on a cold file system, however short a hang is to last.
+#: The least time to connect: a cold file system is slow.
 LEAST_START = timedelta(minutes=5)
 
 

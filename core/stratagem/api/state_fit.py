@@ -37,7 +37,7 @@ def taken_out(entries: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def own_copy(value: Any, parameter: Any) -> Any:
-    """Return a copy of a tensor that the optimizer would keep; on another device it makes its own copy."""
+    """Return `value`; a copy if it is a tensor on its parameter's device, which the optimizer would keep."""
     if isinstance(value, torch.Tensor) and value.device == parameter.device:
         return value.clone()
     return value
