@@ -248,15 +248,18 @@ def test_a_change_selects_the_tests_that_mention_what_changed(project):
 
 @WHERE_IT_CHANGED
 @pytest.mark.slow
-def test_a_change_of_the_core_selects_what_trains(project):
-    trains, core = project / "tests" / "parity" / "test_trains.py", project / "core" / "engine" / "step.py"
-    for path, text in ((trains, "def test_trains():\n    pass\n"), (core, "")):
+@pytest.mark.parametrize(("source", "wanted"), [
+    ("core/engine/step.py", ["test_trains"]), ("plugins/trainer/loop/step.py", ["test_trains"]), ("plugins/x/y/z.py", []),
+])  # fmt: skip
+def test_a_change_of_the_core_selects_what_trains(project, source, wanted):
+    trains, changed = project / "tests" / "parity" / "test_trains.py", project / source
+    for path, text in ((trains, "def test_trains():\n    pass\n"), (changed, "")):
         path.parent.mkdir(parents=True)
         path.write_text(text)
     commit(project)
-    core.write_text("# changed\n")
+    changed.write_text("# changed\n")
 
-    assert collected(project, "--changed", "--base", "HEAD") == ["test_trains"]
+    assert collected(project, "--changed", "--base", "HEAD") == wanted
 
 
 @WHERE_IT_CHANGED
