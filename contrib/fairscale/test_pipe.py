@@ -35,6 +35,8 @@ class TestFairScalePipe(StrategyConformance):
     """One process; the layers are cut in two, the batches in three."""
 
     plugin: ClassVar = {"name": "fairscale_pipe", "chunks": 3}
+    #: A plan has one device for each process.
+    unplannable = "balance has 2 partitions, and there are 1 devices"
     world_sizes = (1,)
 
     @classmethod

@@ -15,6 +15,8 @@ BATCHES = joined_batches(7, 16)
 
 class TestFairScaleSharded(StrategyConformance):
     plugin = "fairscale_sharded"
+    #: A gradient that another rank reduces waits for the end of its message, which a plan does not take time for.
+    peak_tolerance = 0.35
 
 
 class ZeroedWith(Net):

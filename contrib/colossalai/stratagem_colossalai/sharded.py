@@ -29,7 +29,6 @@ from stratagem.api import (
 )
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
 from stratagem.errors import ConfigError
-from stratagem_colossalai import engine as installed
 from stratagem_colossalai.options import PATH
 from stratagem_colossalai.strategy import ENGINES, ColossalAIStrategy
 from stratagem_colossalai.weights import EngineOptimizer, Originals, check_optimizer, check_parameters
@@ -332,7 +331,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
 
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
-        installed.load(run.device.type)
+        super().on_connect(run)
         if run.device.type == "cpu":
             if self.overlap_communication:
                 raise ConfigError(
@@ -391,7 +390,7 @@ class GeminiStrategy(ShardedStrategy):
                 expected='precision="bf16-mixed" or "16-mixed"',
                 do='set one of them, or choose strategy="fsdp"',
             )
-        installed.load(run.device.type)
+        super().on_connect(run)
 
     def _make(self, module: nn.Module, optimizer: torch.optim.Optimizer, run: RunContext) -> Engine:
         from stratagem_colossalai.gemini import GeminiEngine

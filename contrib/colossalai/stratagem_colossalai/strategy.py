@@ -72,6 +72,11 @@ class ColossalAIStrategy(ColossalAIOptions):
 
     @hookimpl
     def on_connect(self, run: RunContext) -> None:
+        if run.environment.simulated:
+            raise ConfigError(
+                "strategy is 'colossalai', whose engines read values, and a plan has shapes only",
+                do='plan strategy="ddp" or "ddp_sharded"',
+            )
         engine.load(run.device.type)
 
     @hookimpl

@@ -27,14 +27,15 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 class _PlainState:
     """Mixed into an optimizer of torchao: converts its state, see [Note: quantized state]."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)  # type: ignore[misc]
-        if any(isinstance(parameter, DTensor) for parameter in self.param_groups[-1]["params"]):  # type: ignore[attr-defined]
+    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+        if isinstance(p, DTensor):
             raise ConfigError(
                 f"{type(self).__name__} got parameters that are sharded over processes",
                 expected="whole parameters: blocks of its state would cross the borders of shards",
                 do='use strategy="ddp", or torch.optim.AdamW, whose state is sharded',
             )
+        buffer: Tensor = super()._new_buffer(p, signed)  # type: ignore[misc]
+        return buffer
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -72,7 +73,7 @@ class _PlainState:
             parts = {part: entry[f"{key}.{part}"] for part in ("codes", "scale") if f"{key}.{part}" in entry}
             if not parts and key not in entry:
                 continue
-            buffer: Any = self._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined]
+            buffer = self._new_buffer(parameter, key == "exp_avg")
             if not parts:
                 found[key] = buffer.copy_(entry[key])
                 continue
