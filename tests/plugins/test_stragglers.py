@@ -197,15 +197,14 @@ class Reader(Slow):
 
     notes = ()
 
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 9:
-            self.notes = [told.note for _, told in sorted(read_all(Recorder.active.folder).items())]
-        return super().training_step(batch, batch_idx)
+    def on_train_end(self):
+        self.trainer.run.collectives.barrier()  # a callback of each rank has kept what it says last
+        self.notes = [told.note for _, told in sorted(read_all(Recorder.active.folder).items())]
 
 
 def _read_notes(rank, world_size):
     model = Reader()
-    said, *_ = _fit(rank, world_size, lambda phase: model, "ddp", 1, "next batch", batches=10)
+    said, *_ = _fit(rank, world_size, lambda phase: model, "ddp", 1, "next batch", batches=9)
     return said, model.notes
 
 
