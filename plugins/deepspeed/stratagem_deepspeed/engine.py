@@ -14,7 +14,6 @@ from stratagem.errors import ConfigError
 from stratagem_deepspeed.autocast import AutocastSteps
 from stratagem_deepspeed.clipping import combined_norm, gradient_norms, without_averaging
 from stratagem_deepspeed.gradient_guard import GradientGuard
-from stratagem_deepspeed.gradient_order import GradientOrder
 from stratagem_deepspeed.manual_writes import ManualWrites
 from stratagem_deepspeed.patches import (
     clear_model_caches,
@@ -24,7 +23,7 @@ from stratagem_deepspeed.patches import (
     zero_gradient_buffers,
 )
 from stratagem_deepspeed.state import masters, put_masters
-from stratagem_deepspeed.trace import EngineTrace, LayerTrace
+from stratagem_deepspeed.trace import EngineTrace, GradientOrder, LayerOrder
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -74,7 +73,7 @@ class EngineModule(nn.Module):
         engine = self.engine
         if engine is not None:
             if self.layer_trace is not None:
-                self.layer_trace.trace.begin(arguments[0])
+                self.layer_trace.order.begin_step(arguments[0])
             with self._with_memory_efficient_linear():
                 return engine(*arguments, **options)
         self._check_whole()
@@ -133,8 +132,7 @@ class EngineModule(nn.Module):
         if zero["stage"] == 3:
             refuse_double_backward(self.engine)
         if run.world_size > 1 and zero["stage"] == 3 and not is_plan:
-            self.layer_trace = EngineTrace(LayerTrace(run), self.engine, self.user)
-            self.layer_trace.trace.watch()
+            self.layer_trace = EngineTrace(LayerOrder(run), self.engine, self.user)
         if run.world_size > 1 and zero["stage"] in (1, 2) and optimizer is not None:
             self.gradient_order = GradientOrder(trained, run)
             if zero["stage"] == 2:
