@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from stratagem.api.validators import at_least
 from stratagem.distributed.launched import die_with
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
 from stratagem.errors import ConfigError, LaunchError, StratagemError
+from stratagem_launchers_local import read_result
+from stratagem_launchers_local.supervision import ending_on_sigterm
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext, World
@@ -71,7 +73,7 @@ class HorovodLauncher(Launcher):
             code, own = _run(command)
             if code != 0:
                 raise _cause(folder, code, own)
-            return _result(folder)
+            return read_result(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -141,7 +143,7 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
     reader = threading.Thread(target=_pass_on, args=(process.stderr, own), daemon=True, name="stratagem-horovodrun")
     reader.start()
     try:
-        with _ending_on_sigterm():
+        with ending_on_sigterm():
             code = process.wait()
     except BaseException:
         process.terminate()
@@ -161,23 +163,6 @@ def _pass_on(lines: IO[str], own: list[str]) -> None:
             sys.stderr.write(line)
         else:
             own.append(line)
-
-
-@contextlib.contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit(143) on SIGTERM, unless the program handles it."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _exit(*_: object) -> None:
-    raise SystemExit(143)
 
 
 # --- Outcome -----------------------------------------------------------------------------------------------------
@@ -214,12 +199,3 @@ def _as_error(report: dict[str, Any]) -> StratagemError:
         error = LaunchError(message, do="its traceback is below")
     error.add_note(f"on rank {report['rank']}:\n{report['traceback'].rstrip()}")
     return error
-
-
-def _result(folder: Path) -> Any:
-    import torch
-
-    if not (folder / "result.pt").exists():
-        raise SystemExit(0)  # rank 0 called sys.exit in `main`: do the same here
-    # Our own process wrote it. On the CPU: this machine may have other devices.
-    return torch.load(folder / "result.pt", map_location="cpu", weights_only=False)

@@ -138,7 +138,7 @@ class _FunctionLauncher(_LocalLauncher):
                             children.append(Child(place.rank, process.pid, _exit_code(process)))
                 store.serve()
                 wait_for(children, folder)
-                return _read_result(folder)
+                return read_result(folder)
         finally:
             end(children)  # also if a process could not be started
             store.close()
@@ -292,7 +292,7 @@ def _flush_and_exit(code: int) -> None:
     os._exit(code)
 
 
-def _read_result(folder: Path) -> Any:
+def read_result(folder: Path) -> Any:
     import torch
 
     if not (folder / "result.pt").exists():
