@@ -137,7 +137,7 @@ def test_all_ranks_refuse_a_run_with_the_same_words(options):
     assert "3 processes" in text
 
 
-@pytest.mark.parametrize("options", [{"tensor": 2}, {"context": "auto"}, {"pipeline": 2, "split_points": ["layers.4"]}])
+@pytest.mark.parametrize("options", [{"tensor": 2}, {"context": "auto"}])
 def test_what_is_not_installed_is_named_before_any_process_starts(options, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     ParallelStrategy(pipeline=2, shard=2, expert=2)

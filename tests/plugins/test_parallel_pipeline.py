@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import pickle
+import re
 from collections import OrderedDict, UserDict
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -23,15 +24,16 @@ from stratagem.errors import ConfigError
 from stratagem_microbatches import batch_size, combined, merge, split
 from stratagem_parallel import ParallelStrategy, context_mean
 from stratagem_parallel.pipeline.balance import cut_evenly, sizes_of_stages
-from stratagem_parallel.pipeline.boundaries import assembled, form_of, tensors_in
+from stratagem_parallel.pipeline.boundaries import assembled, form_of, register, tensors_in
+from stratagem_parallel.pipeline.ghosts import Cut, Given, called_module
 from stratagem_parallel.pipeline.neighbours import Neighbours
 from stratagem_parallel.pipeline.pipeline import equal_sizes
 from stratagem_parallel.pipeline.runner import unchanged
 from stratagem_parallel.pipeline.schedules import SCHEDULES, actions, check_counts, schedule_named
 from stratagem_parallel.pipeline.targets import TargetCounts
 from stratagem_parallel.pipeline.timeline import timeline
-from stratagem_parallel_unchanged.tracing import cut_at
 from stratagem_testing import run_in_processes
+from stratagem_testing.processes import ProcessesFailed
 from stratagem_testing.reference import Net, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem_testing.training import QUIET, outcome, share, weights_of
 
@@ -158,11 +160,11 @@ def test_a_batch_is_divided_by_samples():
     assert combined([[("v", 1.0, own)], [("v", 2.0, own)]], [1, 3]) == [("v", 1.75, own)]
 
 
-# --- Tracing -----------------------------------------------------------------------------------------------------
+# --- Ghosts ------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Branches on data, which is right in a module that is not traced."""
+    """Branches on data."""
 
     def __init__(self):
         super().__init__()
@@ -192,95 +194,13 @@ class Body(nn.Module):
         return 2 * self.last(x) if double else self.last(x)
 
 
-class Traced(Net):
+class Whole(Net):
+    body = Body
+
     def __init__(self):
         super().__init__()
         with seeded(2):
-            self.net = Body()
-
-
-class Branching(Body):
-    def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else super().forward(-x)
-
-
-def test_a_traced_model_computes_the_same_in_stages():
-    module = Traced()
-    cut = cut_at(module, ["net.blocks.1", "net.last"])
-    x = torch.randn(6, 16)
-    value = cut.bind(x)
-    for stage in cut.stages:
-        value = stage.compute(value)
-    assert torch.equal(value, module.net(x))
-    assert [stage.tensors for stage in cut.stages] == [("net.shift",), ("net.shift",), ()]
-    with pytest.raises(ConfigError, match="was traced for strategy.parallel.split_points with its default, False"):
-        cut.bind(x, double=True)
-
-
-def test_an_argument_may_have_a_name_of_pythons_own():
-    """As the `input` of nn.Sequential."""
-    module = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))})
-    cut = cut_at(module, ["net.1"])
-    x = torch.randn(6, 4)
-
-    first, second = cut.stages
-    assert torch.equal(second.compute(first.compute(cut.bind(x))), module["net"](x))
-
-
-class Frozen(Body):
-    def forward(self, x):
-        with torch.no_grad():
-            x = self.first(x)
-        for block in self.blocks:
-            x = block(x, x)
-        return self.last(x)
-
-
-class Cast(Body):
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
-
-
-class Mode(Body):
-    def forward(self, x):
-        return super().forward(nn.functional.dropout(x, 0.5, self.training))
-
-
-class Noise(Body):
-    def forward(self, x):
-        return super().forward(x + torch.randn(16))
-
-
-class Counter(Body):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
-class Kept(Body):
-    def forward(self, x):
-        self.seen = x
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        (Frozen, "no_grad"), (Cast, "autocast"), (Mode, "training and evaluation"), (Noise, "does not depend on"),
-        (Counter, "sets an attribute or a buffer"), (Kept, "sets an attribute or a buffer"),
-    ],
-)  # fmt: skip
-def test_code_of_which_a_trace_would_lose_something_is_refused(body, why):
-    module = Traced()
-    module.net = body()
-    with pytest.raises(ConfigError, match=why):
-        cut_at(module, ["net.blocks.1"])
-    assert all(part.training for part in module.modules())
+            self.net = self.body()
 
 
 class Mapping(OrderedDict):
@@ -293,6 +213,230 @@ class Mapping(OrderedDict):
             raise AttributeError(name) from None
 
 
+class Cache:
+    """Made by the model, filled by its layers."""
+
+    def __init__(self):
+        self.kept = {}
+
+
+class Cell(nn.Module):
+    """A layer that keeps what it computes."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.linear, self.wide = number, nn.Linear(16, 16), nn.Linear(16, 64)
+        self.narrow = nn.Linear(64, 16)
+
+    def forward(self, x, *, keep, cache):
+        cache.kept[self.number] = x
+        return Mapping(
+            out=self.narrow(torch.tanh(self.wide(self.linear(x)))), rows=keep.nonzero()[:, 0], number=self.number
+        )
+
+
+class Habits(nn.Module):
+    """What models of others do around their layers; the loss is a mean over targets, of which some are ignored."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.draws = draws
+        self.embed = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        self.layers = nn.ModuleList(nn.ModuleList([None, Cell(number)]) for number in range(4))
+        self.layers[3][1].linear.weight = self.embed[0].weight
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(3))])
+        self.norm = nn.LayerNorm(16)  # called by both stages
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x, labels=None, *, output=Mapping):
+        keep = torch.rand(len(x)) < 2 if self.draws else torch.ones(len(x)) > 0
+        cache = Cache()
+        first = x = self.norm(self.embed(x))
+        for number, (_, cell) in enumerate(self.layers):
+            found = cell(x, keep=keep, cache=cache)
+            x = found.out
+            assert found.number == number
+            if number == 1:
+                x += first.detach()  # in place, in what a layer returned
+            if number == 2:
+                x = x[found.rows] * self.scales[0]
+        with torch.no_grad():
+            weight = (first.mean() > -5).float()  # used without a gradient
+        scores = self.head(self.norm(x)) * weight * self.scales[1]
+        loss = None if labels is None else F.cross_entropy(scores, labels)
+        return output(loss=loss, scores=scores, cache=cache)
+
+
+def _labels(x):
+    return torch.where(x[:, 0] > 1, -100, (x.sum(1) > 0).long() + (x.sum(1) > 2).long())
+
+
+class InModel(Net):
+    """The model computes the loss, as those of transformers do."""
+
+    def __init__(self, draws):
+        super().__init__()
+        with seeded(2):
+            self.net = Habits(draws)
+
+    def loss(self, batch):
+        return self.net(batch[0], labels=_labels(batch[0]))
+
+    def training_step(self, batch, batch_idx):
+        loss = 20 * self.loss(batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        output = self.loss(batch)
+        self.log("val_loss", output.loss)
+        self.log("mean_score", output.scores.mean())
+
+    def predict_step(self, batch, batch_idx):
+        return outcome(lambda: self.net(batch[0]).cache.kept)
+
+
+def _in_model(rank, world_size, draws):
+    trainer = _trainer(options={"split_points": ["net.layers.2"], "microbatches": 3}, gradient_clip_val=0.5)
+    module, batches = InModel(draws), joined_batches(6, 24)
+    trainer.fit(module, batches, batches[:2])
+    metrics, weights = {k: float(v) for k, v in trainer.callback_metrics.items()}, weights_of(trainer)
+    (said,) = trainer.predict(module, batches[:1])
+    return weights, metrics, said, [name for name, each in module.named_parameters() if not each.is_meta]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_model_is_cut_whatever_its_forward_does(draws):
+    """Where it draws no random numbers, micro-batches are compared with the whole batch, too."""
+    plain, batches = InModel(draws), joined_batches(6, 24)
+    optimizer, norms = plain.configure_optimizers(), []
+    for batch in batches:
+        (20 * plain.loss(batch).loss).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        expected = [plain.loss(batch) for batch in batches[:2]]
+
+    assert max(norms) > 1
+    for weights, metrics, said, held in run_in_processes(_in_model, 2, draws):
+        assert relative_difference(weights, plain.state_dict()) < 1e-6
+        assert metrics["val_loss"] == pytest.approx(float(sum(each.loss for each in expected)) / 2, rel=1e-5)
+        assert metrics["mean_score"] == pytest.approx(float(sum(each.scores.mean() for each in expected)) / 2, rel=1e-4)
+        assert "a Cache that a stage of the pipeline made is used on another one" in said
+        assert ("net.layers.0.1.linear.weight" in held) != ("net.layers.2.1.linear.weight" in held)
+
+
+class Dropped(Body):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, x) if x[0, 0] > 0 else x
+        return self.last(x)
+
+
+class Filled(nn.Linear):
+    def forward(self, box):
+        box.kept = {0: super().forward(box.kept[0])}
+
+
+class Boxed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Filled(16, 16) for _ in range(4))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x):
+        box = Cache()
+        box.kept = {0: x}
+        for block in self.blocks:
+            block(box)
+        return self.last(box.kept[0])
+
+
+class Backwards(Body):
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = block(x, x)
+        return self.last(x)
+
+
+class Weights(Body):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, x)
+        return self.last(x @ self.blocks[0].linear.weight)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        with torch.no_grad():
+            return block(x, x)
+
+
+class InFunction(Body):
+    def forward(self, x):
+        for block in self.blocks:
+            x = Twice.apply(x, block)
+        return self.last(x)
+
+
+#: By the class of the model: what is said where it cannot be cut.
+NOT_CUT = {
+    Boxed: "net.blocks.0 replaces a tensor in one of its arguments",
+    Backwards: "net.blocks.1 is in stage 0 of the pipeline, and needs what net.blocks.2 of stage 1 computes",
+    Weights: r"net computes with a weight of a layer that it does not call.*, and that layer is on another process",
+    InFunction: "net.blocks.0 is called in the autograd function Twice",
+}
+
+
+def _cannot_be_cut(rank, world_size):
+    found = {}
+    for body in NOT_CUT:
+        trainer = _trainer(options={"split_points": ["net.blocks.2"]})
+        module = type("Module", (Whole,), {"body": body})()
+        found[body] = outcome(lambda trainer=trainer, module=module: trainer.fit(module, joined_batches(6, 24)))
+        trainer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks():
+    for found in run_in_processes(_cannot_be_cut, 2):
+        for body, said in NOT_CUT.items():
+            assert re.search(said, found[body]), found[body]
+
+
+def _dropped(rank, world_size):
+    module = type("Module", (Whole,), {"body": Dropped})()
+    _trainer(options={"split_points": ["net.blocks.2"]}).fit(module, joined_batches(6, 24))
+
+
+@pytest.mark.slow
+def test_layers_that_are_left_out_at_times_are_refused():
+    said = r"net called net\.blocks\.\d 0 times or 1 times, for inputs of the same shapes"
+    with pytest.raises(ProcessesFailed, match=said):
+        run_in_processes(_dropped, 2)
+
+
+def test_split_points_are_checked():
+    def cut(*points):
+        return Cut(module, called_module(module, list(points)), list(points))
+
+    module = Whole()
+    with pytest.raises(ConfigError, match=r"did you mean 'net\.blocks\.1'"):
+        cut("net.block.1")
+    for points in (("net.blocks.2", "net.blocks.1"), ("net.blocks.1", "net.blocks.1")):
+        with pytest.raises(ConfigError, match="the order in which Whole defines them"):
+            cut(*points)
+    found = cut("net.blocks.1", "net.last")
+    assert [stage.modules for stage in found.stages] == [
+        ("net.first", "net.blocks.0"), ("net.blocks.1", "net.blocks.2", "net.blocks.3"), ("net.last",),
+    ]  # fmt: skip
+    assert (found.where, found.stages[0].tensors) == ("net", ("net.shift",))
+
+
 @dataclasses.dataclass
 class Record:
     last: torch.Tensor
@@ -302,42 +446,16 @@ class Record:
 Pair = collections.namedtuple("Pair", "last more")
 
 
-class Returns(Body):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x):
-        last = super().forward(x)
-        return self.kind(last=last, more=[last + 1])
-
-
 @pytest.mark.parametrize("kind", [Mapping, Record, Pair, dict])
-def test_a_traced_model_returns_what_its_forward_does(kind):
-    module = nn.ModuleDict({"net": Returns(kind)})
-    cut = cut_at(module, ["net.last"])
-    x = torch.randn(6, 16)
-    value = cut.bind(x)
-    for stage in cut.stages:
-        value = stage.compute(value)
-    form = form_of(value, 1, passes_numbers=True)
-    for found in (value, assembled(tensors_in(value, form, 1), pickle.loads(pickle.dumps(form)))):
-        assert type(found) is kind
-        last = found["last"] if kind is dict else found.last
-        assert torch.equal(last, module["net"](x)["last"] if kind in (dict, Mapping) else module["net"](x).last)
-
-
-def test_models_that_cannot_be_traced_are_refused():
-    module = Traced()
-    with pytest.raises(ConfigError, match=r"did you mean 'net\.blocks\.1'"):
-        cut_at(module, ["net.block.1"])
-    with pytest.raises(ConfigError, match="the order in which they are called"):
-        cut_at(module, ["net.blocks.2", "net.blocks.1"])
-    with pytest.raises(ConfigError, match="calls 0 times"):
-        cut_at(module, ["net.blocks"])
-    module.net = Branching()
-    with pytest.raises(ConfigError, match="branch on data"):
-        cut_at(module, ["net.blocks.1"])
+def test_what_a_stage_returns_keeps_its_class(kind):
+    value = kind(last=torch.ones(2), more=[torch.zeros(3)])
+    register(value)
+    form = form_of(value)
+    found = assembled(tensors_in(value, form, 1), pickle.loads(pickle.dumps(form)))
+    assert type(found) is kind
+    last, more = (found["last"], found["more"]) if kind is dict else (found.last, found.more)
+    assert torch.equal(last, torch.ones(2))
+    assert torch.equal(more[0], torch.zeros(3))
 
 
 # --- Runs of two processes ---------------------------------------------------------------------------------------
@@ -415,9 +533,9 @@ def test_callbacks_metrics_and_evaluation_agree_on_all_ranks():
     assert "with gradients outside of training_step" in with_gradients
 
 
-def _traced(rank, world_size, schedule):
+def _cut(rank, world_size, schedule):
     trainer = _trainer(options={"split_points": ["net.blocks.2"]} | schedule, gradient_clip_val=0.5)
-    trainer.fit(Traced(), joined_batches(6, 24))
+    trainer.fit(Whole(), joined_batches(6, 24))
     return weights_of(trainer)
 
 
@@ -429,10 +547,10 @@ def _traced(rank, world_size, schedule):
         {"schedule": "zero_bubble_v", "split_points": ["net.blocks.0", "net.blocks.2", "net.last"], "microbatches": 4},
     ],
 )
-def test_a_traced_model_with_skip_connections_trains_as_one_process(schedule):
-    plain, norms = train_module_plainly(Traced(), joined_batches(6, 24), max_norm=0.5)
+def test_a_model_with_skip_connections_trains_as_one_process(schedule):
+    plain, norms = train_module_plainly(Whole(), joined_batches(6, 24), max_norm=0.5)
     assert max(norms) > 1
-    for weights in run_in_processes(_traced, 2, schedule):
+    for weights in run_in_processes(_cut, 2, schedule):
         assert relative_difference(weights, plain) < 1e-6
 
 
@@ -680,14 +798,23 @@ OF_PARTS = {
 }
 
 
+class LastStage:
+    count = 1
+
+    def compute(self, stage, given):
+        x, y = given.tensors
+        return F.cross_entropy(x, y, reduction="none").sum() / (y >= 0).sum()
+
+
 def _compare(batch, outputs, first, step, user=None):
     """Compare two of four micro-batches with both as one, as the rank of the last stage does after some steps."""
     cpu = torch.device("cpu")
-    neighbours = Neighbours(batch, 6, 4, first, compute=None)
+    neighbours = Neighbours(batch, 6, 4, first, LastStage())
     for index, output in enumerate(outputs.split(6)):
         neighbours.keep(index, None, output)
     user, run = user or nn.Module(), SimpleNamespace(device=cpu, devices=(cpu,))
-    neighbours.compare(step, TargetCounts(Collectives(), True), user, run, set(), differentiates=True)
+    counts = TargetCounts(Collectives(), True)
+    neighbours.compare(lambda batch, answer: step(batch, answer()), counts, user, run, set(), differentiates=True)
 
 
 def _weighed(loss, *, plainly=False):
@@ -736,14 +863,14 @@ def test_a_loss_that_the_last_stage_computes_is_compared(ignored):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(24, 4, generator=generator), torch.randint(4, (24,), generator=generator)
     y[:ignored] = -100
-    neighbours = Neighbours(x, 6, 4, 0, compute=lambda value: F.cross_entropy(*value))
+    neighbours = Neighbours(x, 6, 4, 0, LastStage())
     for index, value in enumerate(zip(x.split(6), y.split(6), strict=True)):
-        neighbours.keep(index, value, F.cross_entropy(*value))
+        neighbours.keep(index, value, LastStage().compute(0, Given((), {}, value)))
     cpu = torch.device("cpu")
     run = SimpleNamespace(device=cpu, devices=(cpu,))
     with pytest.raises(ConfigError, match="compute the loss in training_step") if ignored else nullcontext():
         counts = TargetCounts(Collectives(), True)
-        neighbours.compare(lambda _, loss: loss, counts, nn.Module(), run, set(), differentiates=True)
+        neighbours.compare(lambda _, answer: answer(), counts, nn.Module(), run, set(), differentiates=True)
 
 
 class LogsPerplexity(nn.Module):
@@ -1018,6 +1145,8 @@ class FailsInALayer(Net):
 
 
 class NoSequence(sg.Module):
+    lr = 5e-3
+
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(16, 1)
@@ -1076,11 +1205,11 @@ class OwnBackward(Net):
 
 
 REFUSED = [
-    (ReturnsText, {"balance": [3, 3]}, "stage 0 of the pipeline returned a str"),
+    (ReturnsText, {"balance": [3, 3]}, "must be Tensor, not str"),
     (FailsInALayer, {"balance": [1, 5]}, "no such layer"),
     (TwoSequences, {}, "has 2 nn.Sequential (one, other)"),
     (NoSequence, {}, "has no nn.Sequential"),
-    (CallsLayers, {}, "did not call net"),
+    (CallsLayers, {}, "expected one call of"),
     (Net, {"balance": [2, 2]}, "the sum 5"),
     (Net, {"microbatches": 5, "schedule": "gpipe"}, "a batch of 24 samples is divided into 5"),
     (Net, {"schedule": "zero_bubble_v", "balance": [1, 4]}, "expected 4"),
@@ -1101,9 +1230,9 @@ def _refused(rank, world_size, make, options):
 
 
 @pytest.mark.every_push(
-    "stage 0 of the pipeline returned a str by ReturnsText",
+    "must be Tensor, not str by ReturnsText",
     "no such layer by FailsInALayer",
-    "did not call net by CallsLayers",
+    "expected one call of by CallsLayers",
 )
 @pytest.mark.parametrize(
     ("make", "options", "found"), REFUSED, ids=[f"{found} by {make.__name__}" for make, _, found in REFUSED]

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 from torch.nn.parameter import is_lazy
 
 from stratagem_evidence.control_groups import memory_groups
+from stratagem_microbatches import tensors_of
 
 if TYPE_CHECKING:
     from stratagem_trainer.api import TrainerView
@@ -141,20 +142,12 @@ def held_by(trainer: TrainerView, device: torch.device, allocated: int) -> Held:
     kinds = {
         "parameters": parameters,
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-        "optimizer": _tensors_in([getattr(optimizer, "state", {}) for optimizer in run.optimizers]),
+        "optimizer": tensors_of([getattr(optimizer, "state", {}) for optimizer in run.optimizers]),
         "buffers": trainer.module.buffers(),
-        "averages": _tensors_in([getattr(callback, "average", {}) for callback in trainer.callbacks]),
+        "averages": tensors_of([getattr(callback, "average", {}) for callback in trainer.callbacks]),
     }
     sizes = {kind: sum(_new_bytes(tensors, device, seen)) for kind, tensors in kinds.items()}
     return Held(**sizes, rest=max(0, allocated - sum(sizes.values())), on_cpu=device.type == "cpu")
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)
 
 
 def _new_bytes(tensors: Iterable[Any], device: torch.device, seen: set[int]) -> Iterator[int]:

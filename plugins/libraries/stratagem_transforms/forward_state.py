@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 #: The attributes of each module.
 State = list[tuple[nn.Module, dict[str, Any]]]
-_CONTAINERS = (list, dict, set, deque)
+#: Containers that `copy` copies whole; classes of users may hold more.
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 #: Attributes of torch's modules, of which a forward changes `_buffers` alone.
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
@@ -26,7 +27,7 @@ def state_of(modules: Iterable[nn.Module]) -> State:
             return value
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad:
             return copies.setdefault(id(value), value.clone())
-        return value.copy() if isinstance(value, _CONTAINERS) else value
+        return value.copy() if type(value) in _CONTAINERS else value
 
     def all_of(values: dict[str, Any]) -> dict[str, Any]:
         return {name: kept(name, value) for name, value in values.items()}
@@ -43,6 +44,11 @@ def having(state: State) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+def unchanged(modules: list[nn.Module]) -> AbstractContextManager[None]:
+    """Undo, at the end, what was done to buffers and to attributes of `modules`, and of all in them."""
+    return having(state_of(dict.fromkeys(part for module in modules for part in module.modules())))
 
 
 def _set(state: State) -> None:

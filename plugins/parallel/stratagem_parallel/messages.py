@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratagem.api import Mesh
 from stratagem.api.traffic import wire_bytes
+from stratagem_microbatches import tensors_of
 
 #: What `wire_bytes` calls the operations of torch, by the beginning of their names.
 _KINDS = {
@@ -101,7 +102,7 @@ class _Counting(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         if kind == "send":
             ranks = [dist.get_rank(), ranks[args[2]]]
-        self._add(kind, sum(tensor.nbytes for tensor in _tensors(given)), tuple(ranks))
+        self._add(kind, sum(tensor.nbytes for tensor in tensors_of(given)), tuple(ranks))
 
 
 def _group_of(value: Any) -> Any:
@@ -112,11 +113,3 @@ def _group_of(value: Any) -> Any:
         with contextlib.suppress(RuntimeError, ValueError, KeyError):
             return torch._C._distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]  # a str
     return None
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

@@ -36,11 +36,3 @@ def sequences() -> ModuleType:
     from stratagem_parallel_unchanged import context
 
     return context
-
-
-@cache
-def tracing() -> ModuleType:
-    """Return what cuts a model that is not an nn.Sequential into stages."""
-    from stratagem_parallel_unchanged import tracing
-
-    return tracing

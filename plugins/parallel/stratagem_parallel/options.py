@@ -145,8 +145,8 @@ class ParallelOptions(ProcessGroupStrategy):
             check_policy(self.auto_wrap_policy, "strategy.parallel.auto_wrap_policy")
         self._check_pipeline()
         self._check_effects()
-        for name, off in ("tensor", 1), ("context", 1), ("split_points", None):
-            if getattr(self, name) != off:
+        for name in ("tensor", "context"):
+            if getattr(self, name) != 1:
                 on_demand.check(name)
 
     def _check_pipeline(self) -> None:

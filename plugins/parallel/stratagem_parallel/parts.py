@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from stratagem.api.seeding import random_state, restore_random_state
-from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.target_numbers import divisor_of, options_of
+from stratagem_transforms.forward_state import unchanged
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

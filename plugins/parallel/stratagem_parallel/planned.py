@@ -12,9 +12,8 @@ from stratagem.api import Collectives, Mesh
 from stratagem_layout import Slot, Timeline
 from stratagem_parallel.description import Held, described, expected_messages
 from stratagem_parallel.pipeline import ownership, timeline
-from stratagem_parallel.pipeline.balance import sizes_of_stages
 from stratagem_parallel.pipeline.schedules import number_of_stages, rank_of_stage, schedule_named
-from stratagem_parallel.pipeline.stages import cut_sequence, pipelined_sequence
+from stratagem_parallel.pipeline.stages import cut
 from stratagem_parallel.plan import plan_of
 
 if TYPE_CHECKING:
@@ -76,13 +75,10 @@ def _stages(options: Any, mesh: Mesh, module: nn.Module) -> dict[str, frozenset[
     ranks = mesh.size("pipeline")
     if ranks == 1:
         return {}
-    if options.split_points is not None or options.balance == "balance_by_time":
+    if options.balance == "balance_by_time":
         return None
-    where = pipelined_sequence(module)
-    layers = [layer for layer in module.get_submodule(where).children() if layer is not None]
-    sizes = sizes_of_stages(options.balance, layers, number_of_stages(options, ranks), None, Collectives())
     rank_of = functools.partial(rank_of_stage, schedule_named(options.schedule), ranks=ranks)
-    return ownership.uses(module, cut_sequence(module, where, sizes), rank_of)
+    return ownership.uses(module, cut(module, options, number_of_stages(options, ranks), Collectives()), rank_of)
 
 
 def _held(place: Mesh, module: nn.Module, stages: dict[str, frozenset[int]], cut: set[str]) -> Held:

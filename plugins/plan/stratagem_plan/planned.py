@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.api import Accelerator, Environment, Plugin, World, hookimpl
 from stratagem.distributed.default_group import leave_group
+from stratagem_microbatches import tensors_of
 from stratagem_plan.assumptions import AssumingMode, Assumptions
 from stratagem_plan.backend import NAME, planned_device
 from stratagem_plan.counter import StepCounter
@@ -191,7 +192,7 @@ class Planner(Plugin):
 
     @hookimpl(wrapper=True)
     def transfer_batch(self, batch: Any) -> Generator[None, Any, Any]:
-        tensors = list(_tensors(batch))
+        tensors = list(tensors_of(batch))
         given = next((len(each) for each in tensors if each.dim()), 0)
         samples = self.micro_batch if self.micro_batch is not None and given else max(given, self.samples)
         for each in tensors if given != samples else ():
@@ -266,12 +267,3 @@ class Planner(Plugin):
         """Count the last step alone, without what a strategy has replaced and Python has not collected yet."""
         gc.collect()
         self.counter.forget()
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of `batch`, also those in mappings of other libraries."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from _tensors(list(leaf.values()))

@@ -26,18 +26,12 @@ def check_balance(value: Any) -> None:
     Raises:
         ConfigError: it is neither a list of numbers from 1 nor a rule.
     """
-    if isinstance(value, str):
-        if value not in RULES:
-            raise ConfigError(
-                f"strategy.parallel.balance is {shown(value)}", expected=f"a list of numbers, or {' or '.join(RULES)}",
-                do=nearest(value, list(RULES)),
-            )  # fmt: skip
-        return
     numbers = isinstance(value, list | tuple) and value and all(type(each) is int and each >= 1 for each in value)
-    if not numbers:
+    if not numbers and value not in RULES:
         raise ConfigError(
             f"strategy.parallel.balance is {shown(value)}",
             expected="how many layers each stage has, such as [3, 2], or " + " or ".join(map(repr, RULES)),
+            do=nearest(value, list(RULES)) if isinstance(value, str) else "",
         )
 
 
@@ -47,13 +41,8 @@ def check_split_points(value: Any) -> None:
     Raises:
         ConfigError: it is not a list of names.
     """
-    if value is None:
-        return
-    if not (isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value)):
-        raise ConfigError(
-            f"strategy.parallel.split_points is {shown(value)}", expected="a list of names of modules, one for each "
-            "stage but the first",
-        )  # fmt: skip
+    if value is not None and not (isinstance(value, list) and value and all(isinstance(each, str) for each in value)):
+        raise ConfigError(f"strategy.parallel.split_points is {shown(value)}", expected="a list of names of modules")
 
 
 def sizes_of_stages(

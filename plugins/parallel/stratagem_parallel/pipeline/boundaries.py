@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from stratagem.api import Collectives
 
 #: Types of values that may pass from stage to stage, besides tensors, where they are the same for each micro-batch.
-_NUMBERS = (int, float, bool, torch.Size, torch.dtype, torch.device, type(None))
+_NUMBERS = (str, int, float, bool, torch.Size, torch.dtype, torch.device, type(None))
 
 
 @frozen
@@ -32,6 +33,26 @@ class TensorForm:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
+@frozen
+class Elsewhere:
+    """Stands for a value of a class that does not pass from stage to stage, such as a cache."""
+
+    kind: str
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ConfigError(
+            f"a {self.kind} that a stage of the pipeline made is used on another one", expected="tensors and numbers",
+            do="leave it out of what the model returns (such as use_cache=False)",
+        )  # fmt: skip
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __call__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+
 @frozen(slots=False)
 class Form:
     """What a stage sends: its containers, and for each leaf a `TensorForm`, or a value that is always the same."""
@@ -42,6 +63,7 @@ class Form:
 
     @functools.cached_property
     def spec(self) -> Any:
+        register(self.template)
         return pytree.tree_structure(self.template)
 
     @property
@@ -49,32 +71,50 @@ class Form:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
 
 
-def form_of(value: Any, stage: int, passes_numbers: bool) -> Form:
-    """Return the form of `value`, which `stage` returned.
+def register(value: Any) -> None:
+    """Tell torch how values of users' classes in `value` are taken apart: dataclasses, and dictionaries."""
+    for leaf in pytree.tree_leaves(value):
+        kind = type(leaf)
+        is_own = issubclass(kind, dict) or dataclasses.is_dataclass(kind)
+        if is_own and kind not in pytree.SUPPORTED_NODES and not isinstance(leaf, Elsewhere):
+            pytree.register_pytree_node(
+                kind, lambda value: (list(_fields(value).values()), list(_fields(value))),
+                lambda values, names, kind=kind: kind(**dict(zip(names, values, strict=True))),  # type: ignore[misc]
+            )  # fmt: skip
+            register(leaf)
 
-    Raises:
-        ConfigError: something in it cannot be sent.
-    """
-    leaves, spec = pytree.tree_flatten(value)
-    found: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            found.append(TensorForm(tuple(leaf.shape), leaf.dtype))
-        elif passes_numbers and isinstance(leaf, _NUMBERS):
-            found.append(leaf)
+
+def _fields(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, dict) else vars(value)
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in `value`, also those that objects of other classes hold."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, str | bytes | int | float | type | torch.nn.Module | None) or id(each) in seen:
+            continue
         else:
-            raise _not_a_tensor(leaf, stage)
-    form = Form(pytree.tree_unflatten(list(range(len(found))), spec), tuple(found))
-    if not form.tensors:
-        raise _not_a_tensor(value, stage)
-    return form
+            seen.add(id(each))
+            rest += each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple | set) else ()
+            rest += getattr(each, "__dict__", {}).values()
+    return found
 
 
-def _not_a_tensor(value: Any, stage: int) -> ConfigError:
-    return ConfigError(
-        f"stage {stage} of the pipeline returned a {type(value).__name__}", expected="a tensor, or a tuple of tensors",
-        do="cut the model elsewhere (strategy.parallel.balance, or split_points), or return tensors there",
-    )  # fmt: skip
+def form_of(value: Any) -> Form:
+    """Return the form of `value`; what is neither a tensor nor a number is left out, see `Elsewhere`."""
+    leaves, spec = pytree.tree_flatten(value)
+    found = [
+        TensorForm(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor)
+        else leaf if isinstance(leaf, _NUMBERS) else Elsewhere(type(leaf).__name__)
+        for leaf in leaves
+    ]  # fmt: skip
+    return Form(pytree.tree_unflatten(list(range(len(found))), spec), tuple(found))
 
 
 def tensors_in(value: Any, form: Form, stage: int) -> list[torch.Tensor]:
@@ -87,7 +127,7 @@ def tensors_in(value: Any, form: Form, stage: int) -> list[torch.Tensor]:
     same = spec == form.spec and all(
         (tuple(leaf.shape), leaf.dtype) == (known.shape, known.dtype)
         if isinstance(leaf, torch.Tensor) and isinstance(known, TensorForm)
-        else not isinstance(leaf, torch.Tensor) and leaf == known
+        else not isinstance(leaf, torch.Tensor) and (isinstance(known, Elsewhere) or leaf == known)
         for leaf, known in zip(leaves, form.leaves, strict=False)
     )
     if not same:
@@ -108,12 +148,6 @@ def assembled(tensors: list[torch.Tensor], form: Form) -> Any:
     rest = iter(tensors)
     leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves]
     return pytree.tree_unflatten(leaves, form.spec)
-
-
-def zeros_of(form: Form, device: torch.device) -> Any:
-    """Return zeros of `form`, which hold no memory."""
-    tensors = [torch.zeros((), dtype=each.dtype, device=device).expand(each.shape) for each in form.tensors]
-    return assembled(tensors, form)
 
 
 class Messages:

@@ -35,8 +35,9 @@ class Interception:
 
     def __init__(self, module: nn.Module, name: str, otherwise: Callable[..., Any]) -> None:
         self.module, self.name, self.otherwise = module, name or type(module).__name__, otherwise
-        self._answer: list[Any] | None = None
+        self._answer: list[Callable[..., Any]] | None = None
         self._captures = False
+        self._before = module.__dict__.get("forward")
         module.__dict__["forward"] = self
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -49,7 +50,7 @@ class Interception:
                 f"training_step called {self.name} twice under a pipeline", expected="one call, to which the schedule "
                 "gives the output", do="call it once and use its output twice",
             )  # fmt: skip
-        return self._answer.pop()
+        return self._answer.pop()(*arguments, **options)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _Copied()
@@ -60,6 +61,8 @@ class Interception:
     def close(self) -> None:
         """Let the module have its own forward again."""
         self.module.__dict__.pop("forward", None)
+        if self._before is not None:
+            self.module.__dict__["forward"] = self._before
 
     def captured(self, step: Callable[[], Any]) -> Captured:
         """Return the arguments with which `step` calls the module, without what follows."""
@@ -72,9 +75,9 @@ class Interception:
             self._captures = False
         raise self._not_called()
 
-    def answered(self, step: Callable[[], Any], output: Any) -> Any:
-        """Return what `step` returns when the module's call in it returns `output`."""
-        before, self._answer = self._answer, [output]
+    def answered(self, step: Callable[[], Any], answer: Callable[..., Any]) -> Any:
+        """Return what `step` returns when `answer` takes the module's place in it."""
+        before, self._answer = self._answer, [answer]
         try:
             result = step()
             if self._answer:

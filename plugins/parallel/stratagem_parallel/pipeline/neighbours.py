@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from stratagem.errors import ConfigError
 from stratagem_microbatches import split
 from stratagem_parallel.parts import different_losses, result_of
+from stratagem_parallel.pipeline.boundaries import tensors_within
+from stratagem_parallel.pipeline.ghosts import Cut, Given
 from stratagem_parallel.pipeline.targets import TargetCounts
 
 if TYPE_CHECKING:
@@ -33,11 +35,11 @@ class Neighbours:
     Args:
         size: the number of samples in a micro-batch.
         microbatches: how many there are.
-        compute: the last stage.
+        cut: the stages.
     """
 
-    def __init__(self, batch: Any, size: int, microbatches: int, first: int, compute: Callable[[Any], Any]) -> None:
-        self.size, self.first, self.compute = size, first, compute
+    def __init__(self, batch: Any, size: int, microbatches: int, first: int, cut: Cut) -> None:
+        self.size, self.first, self.cut = size, first, cut
         self.pair = split(batch, [first * size, 2 * size, (microbatches - first - 2) * size])[1]
         self._kept: list[Any] = []
         self._has_outputs = True
@@ -48,15 +50,17 @@ class Neighbours:
         That is on the host, since the step needs the memory of its device.
         """
         if microbatch in (self.first, self.first + 1):
-            self._has_outputs = all(_rows(leaf, self.size) for leaf in _tensors(output) if leaf.is_floating_point())
+            self._has_outputs = all(
+                _rows(leaf, self.size) for leaf in tensors_within(output) if leaf.is_floating_point()
+            )
             kept = output if self._has_outputs else value
             self._kept.append(pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), kept))
 
     def compare(
-        self, step: Callable[[Any, Any], Any], counts: TargetCounts, user: nn.Module, run: RunContext, named: set[str],
-        *, differentiates: bool,
+        self, step: Callable[[Any, Callable[..., Any]], Any], counts: TargetCounts, user: nn.Module, run: RunContext,
+        named: set[str], *, differentiates: bool,
     ) -> None:  # fmt: skip
-        """Compare what `step` returns and logs for a batch and its output. Warn of metrics that differ.
+        """Compare what `step` returns and logs for a batch and an answer of the model. Warn of metrics that differ.
 
         Args:
             counts: of the targets of two micro-batches; of no step so far.
@@ -66,7 +70,7 @@ class Neighbours:
         Raises:
             ConfigError: the losses differ, or their gradients.
         """
-        is_small = sum(leaf.nbytes for leaf in _tensors(self._kept)) <= _SMALL
+        is_small = sum(leaf.nbytes for leaf in tensors_within(self._kept)) <= _SMALL
         half = self.size if is_small or self.size == 1 else -(-self.size // 4) * 2  # even: samples may come in pairs
         _, batch, _ = split(self.pair, [self.size - half, 2 * half, self.size - half])
         batches = split(batch, [half, half])
@@ -74,26 +78,30 @@ class Neighbours:
         leaves = zip(*map(pytree.tree_leaves, self._kept), strict=True)
         joined = zip(*(self._joined(one, other, half, run.device) for one, other in leaves), strict=True)
         whole, *parts = (pytree.tree_unflatten(each, spec) for each in joined)
-        output_of = _same if self._has_outputs else self.compute
+
+        def answer_of(kept: Any) -> Callable[..., Any]:
+            last = self.cut.count - 1
+            return lambda *a, **o: kept if self._has_outputs else self.cut.compute(last, Given(a, o, kept))
 
         def zeros(index: int) -> None:
-            output = pytree.tree_map_only(Tensor, torch.zeros_like, output_of(parts[index]))
-            if problem := result_of(lambda: step(batches[index], output), user, run).problem:
+            answer = answer_of(parts[index])
+            blank: Any = lambda *a, **o: pytree.tree_map_only(Tensor, torch.zeros_like, answer(*a, **o))  # noqa: E731
+            if problem := result_of(lambda: step(batches[index], blank), user, run).problem:
                 raise ValueError(problem)
 
         def weighed(index: int) -> Any:
-            output = output_of(parts[index])
+            answer = answer_of(parts[index])
             with counts.weighing(index):
-                return step(batches[index], output)
+                return step(batches[index], answer)
 
         counts.begin(zeros, 2)
         roots = [
-            [each for each in _tensors(given) if differentiates and each.is_floating_point()]
+            [each for each in tensors_within(given) if differentiates and each.is_floating_point()]
             for given in (whole, *parts)
         ]
         for each in (each for given in roots for each in given):
             each.requires_grad_()
-        expected = result_of(lambda: step(batch, output_of(whole)), user, run, roots[0])
+        expected = result_of(lambda: step(batch, answer_of(whole)), user, run, roots[0])
         pairs = [
             (expected, result_of(functools.partial(weighed, index), user, run, roots[1 + index])) for index in (0, 1)
         ]
@@ -130,11 +138,3 @@ def _rows(tensor: Tensor, size: int) -> int:
     length = len(tensor) if tensor.dim() else 0
     is_flat = tensor.dim() > 1 and tensor.shape[1] != size
     return length // size if length == size or (is_flat and length % size == 0) else 0
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _same(output: Any) -> Any:
-    return output

@@ -1,15 +1,15 @@
-"""The forms of what other ranks' stages return, in a plan: no other rank is there to tell them."""
+"""What other ranks' stages return, in a plan: no other rank is there to tell it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from stratagem_parallel.pipeline.boundaries import Form, assembled, form_of
-from stratagem_parallel.pipeline.stages import Cut
+from stratagem_parallel.pipeline.ghosts import Cut, Given, Record
 
 
 class Outline:
@@ -25,19 +25,17 @@ class Outline:
         self._user, self._device = _copied(user, _Tensors(torch.device("meta"))), device
         self._cut = cut(self._user)
 
-    def form_after(self, stage: int, value: Any) -> Form:
-        """Return the form of the output of `stage` for `value`, the input of the stage or its form.
+    def advanced(self, given: Given, record: Record, values: Any) -> tuple[Any, Any]:
+        """Return what all parts of a model return that is cut between them, and what a rank would tell of that."""
+        with self._on_device():
+            return self._cut.advanced(None, given, record, values, lambda value: value)
 
-        Raises:
-            ConfigError: something in it cannot be sent.
-        """
-        if isinstance(value, Form):
-            tensors = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in value.tensors]
-            value = assembled(tensors, value)
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
         before = [(part, part._parameters, part._buffers) for part in self._user.modules()]
         _fill(self._user, _Tensors(self._device))
         try:
-            return form_of(self._cut.stages[stage].compute(value), stage, self._cut.passes_numbers)
+            yield
         finally:
             for part, parameters, buffers in before:
                 part._parameters, part._buffers = parameters, buffers

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stratagem.api.parameters import replace_parameter
-from stratagem_parallel.pipeline.stages import Cut
+from stratagem_parallel.pipeline.ghosts import Cut
 
 
 def uses(user: nn.Module, cut: Cut, rank_of: Callable[[int], int]) -> dict[str, frozenset[int]]:

@@ -14,12 +14,10 @@ from stratagem.errors import ConfigError
 from stratagem_buckets.flat import flatten, views
 from stratagem_microbatches import batch_size, combined, merge, split
 from stratagem_parallel import on_demand
-from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.gradients import settle
 from stratagem_parallel.layout import Groups
 from stratagem_parallel.pipeline import ownership
-from stratagem_parallel.pipeline.balance import sizes_of_stages
-from stratagem_parallel.pipeline.boundaries import Form, zeros_of
+from stratagem_parallel.pipeline.ghosts import Cut, Given, is_of_meta
 from stratagem_parallel.pipeline.interception import Interception
 from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, send_both
 from stratagem_parallel.pipeline.neighbours import Neighbours
@@ -27,12 +25,13 @@ from stratagem_parallel.pipeline.outline import Outline
 from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
 from stratagem_parallel.pipeline.runner import StageRunner, signature
 from stratagem_parallel.pipeline.schedules import check_counts, number_of_stages, rank_of_stage, schedule_named
-from stratagem_parallel.pipeline.stages import Cut, cut_sequence, pipelined_sequence
+from stratagem_parallel.pipeline.stages import cut
 from stratagem_parallel.pipeline.targets import TargetCounts
 from stratagem_parallel.same_batches import is_due
 from stratagem_process_group.comparison import are_equal
 from stratagem_sharding.param_groups import computed_parameters
 from stratagem_sharding.shards import local
+from stratagem_transforms.forward_state import unchanged
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -79,10 +78,10 @@ class Pipeline:
         """
         known: Any = user.__dict__.get(_CUT)
         if known is None:
-            cut = self._cut(user)
-            used = ownership.uses(user, cut, self._rank_of)
+            found = self._cut(user)
+            used = ownership.uses(user, found, self._rank_of)
             outline = Outline(user, self._cut, self.run.device) if self.run.environment.simulated else None
-            known = user.__dict__[_CUT] = cut, used, ownership.holders(user, used), self._ranks_of(cut), outline
+            known = user.__dict__[_CUT] = found, used, ownership.holders(user, used), self._ranks_of(found), outline
         self.user = user
         self.cut, self.used, self.held, ranks, self.outline = known
         if ranks != self._ranks_of(self.cut):
@@ -117,14 +116,8 @@ class Pipeline:
                 "strategy.parallel.balance is 'balance_by_time', and a plan has no times",
                 expected="a list of numbers, or 'balance_by_size'", do="plan with the numbers that the run prints",
             )  # fmt: skip
-        where = "" if options.split_points is not None else pipelined_sequence(user)
         check_counts(self.schedule, self.ranks, stages, options.microbatches or stages)
-        if options.split_points is not None:
-            return on_demand.tracing().cut_at(user, list(options.split_points))  # type: ignore[no-any-return]
-        layers = [layer for layer in user.get_submodule(where)._modules.values() if layer is not None]
-        example = getattr(user, "example_input_array", None)
-        sizes = sizes_of_stages(options.balance, layers, stages, example, self.among, self.run.device)
-        return cut_sequence(user, where, sizes)
+        return cut(user, options, stages, self.among, self.run.device)
 
     def filling_own(self, fill: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         """Return `fill` for parts that this rank computes with: it leaves the others without values."""
@@ -150,8 +143,7 @@ class Pipeline:
         for key in self.cut.where.split(".") if self.cut.where else ():
             found += [child for name, child in around.named_children() if name != key]
             around = around.get_submodule(key)
-        while any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in found):
-            lists = [part for part in found if isinstance(part, nn.ModuleList | nn.ModuleDict)]
+        while lists := [part for part in found if isinstance(part, nn.ModuleList | nn.ModuleDict)]:
             found = [part for part in found if part not in lists] + [each for part in lists for each in part.children()]
         return found
 
@@ -228,8 +220,9 @@ class Pipeline:
         self._check_same_shapes(key)
         forms = runner.learn_forms(key, lambda: step.capture(0))
         if self.has_loss:
-            step.count_targets(forms[-1])
-        runner.step(forms, step.capture, step.loss_of, self._weights)
+            step.count_targets()
+        with step.of_another_stage():
+            runner.step(forms, step.capture, step.loss_of, self._weights)
         loss, entries, extras = self._results.exchange(*step.results(), self.among, runner.last_rank, run.device)
         for name, value, options in entries:
             self.user.log(name, value, **options)  # type: ignore[operator]
@@ -258,12 +251,11 @@ class Pipeline:
             )  # fmt: skip
 
     def _weights(self, stage: int) -> list[nn.Parameter]:
-        """Return the trained parameters that `stage` computes with; the step's own belong to the last."""
+        """Return the trained parameters that `stage` computes with, and all where it calls the user's step."""
         part = self.cut.stages[stage]
         found = [each for name in part.modules for each in self.user.get_submodule(name).parameters()]
         found += [each for name in part.tensors if isinstance(each := _named(self.user, name), nn.Parameter)]
-        if stage == len(self.cut.stages) - 1:
-            found += self.user.parameters()
+        found += self.user.parameters()
         computed = dict(zip(self.user.parameters(), computed_parameters(self.user), strict=True))
         mine = dict.fromkeys(computed.get(each, each) for each in found)
         return [each for each in mine if each.requires_grad and not each.is_meta]
@@ -283,8 +275,7 @@ class Pipeline:
                 f"{self._interception.name} is a pipeline, and was called with gradients outside of training_step",
                 expected="a call in training_step, or without gradients", do="call it under torch.no_grad()",
             )  # fmt: skip
-        value = self.cut.bind(*arguments, **options)
-        return self.runner.evaluate(value, ("evaluate", signature((arguments, options))))
+        return self.runner.evaluate(Given(arguments, options), ("evaluate", signature((arguments, options))))
 
 
 class _TrainingStep:
@@ -301,10 +292,16 @@ class _TrainingStep:
         self._neighbours: Neighbours | None = None
 
     def _training_step(self, part: Any) -> Any:
-        try:
+        with self.of_another_stage():
             return self.pipeline.run.step.training_step(part, self.batch_idx)
+
+    @contextmanager
+    def of_another_stage(self) -> Iterator[None]:
+        """Within: say so where something is computed with a layer that has no values on this process."""
+        try:
+            yield
         except RuntimeError as error:
-            if "device meta" not in str(error) and "meta tensor" not in str(error):
+            if not is_of_meta(error) and "not have been used in the graph" not in str(error):  # of autograd.grad
                 raise
             raise self._of_another_stage() from error
 
@@ -319,19 +316,20 @@ class _TrainingStep:
         runner = self.pipeline.runner
         return generators_of(runner.seed, STEP, microbatch, runner.device)
 
-    def capture(self, microbatch: int) -> Any:
-        """Return the input of the first stage."""
+    def capture(self, microbatch: int) -> Given:
+        """Return the call of the model in `training_step`."""
         with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
             called = self.interception.captured(lambda: self._training_step(self.parts[microbatch]))
-        return self.pipeline.cut.bind(*called.arguments, **called.options)
+        return Given(called.arguments, called.options)
 
-    def count_targets(self, form: Form) -> None:
-        """Have the targets of each micro-batch counted; `form` is that of the last stage's output."""
+    def count_targets(self) -> None:
+        """Have the targets of each micro-batch counted."""
+
+        blank: Any = lambda *a, **o: self.pipeline.cut.blank_output(Given(a, o))  # noqa: E731
 
         def step(microbatch: int) -> None:
-            output = zeros_of(form, self.pipeline.runner.device)
             with unchanged([self.pipeline.user]), MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
-                self.interception.answered(lambda: self._training_step(self.parts[microbatch]), output)
+                self.interception.answered(lambda: self._training_step(self.parts[microbatch]), blank)
             torch.clear_autocast_cache()  # of weights without gradients
 
         self.pipeline.targets.begin(step, len(self.parts))
@@ -340,17 +338,22 @@ class _TrainingStep:
         """Compare micro-batches with both as one at the end of the step: those of comparison `number`, from 1."""
         pipeline, count = self.pipeline, len(self.parts)
         if pipeline.options.check_parts and count > 1 and not pipeline.run.environment.simulated:
-            size, stage = batch_size(batch) // count, pipeline.cut.stages[-1]
-            self._neighbours = Neighbours(batch, size, count, number % (count - 1), stage.compute)
+            size, cut = batch_size(batch) // count, pipeline.cut
+            self._neighbours = Neighbours(batch, size, count, number % (count - 1), cut)
 
-    def loss_of(self, microbatch: int, value: Any, output: Any) -> torch.Tensor:
-        """Return the loss to differentiate for what the last stage made of `value`."""
-        if self._neighbours is not None:
-            self._neighbours.keep(microbatch, value, output)
+    def loss_of(self, microbatch: int, passed: Any, compute: Callable[[Given], Any]) -> torch.Tensor:
+        """Return the loss to differentiate for what the last stage makes of what was `passed` to it."""
+
+        def answer(*arguments: Any, **options: Any) -> Any:
+            output = compute(Given(arguments, options, passed))
+            if self._neighbours is not None:
+                self._neighbours.keep(microbatch, passed, output)
+            return output
+
         log = MicrobatchLog()
         targets = self.pipeline.targets.weighing(microbatch)
         with log.of(self.pipeline.user), self._generators(microbatch), targets:
-            result = self.interception.answered(lambda: self._training_step(self.parts[microbatch]), output)
+            result = self.interception.answered(lambda: self._training_step(self.parts[microbatch]), answer)
         self.logs.append(log)
         loss = result.get("loss") if isinstance(result, dict) else result
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):
@@ -380,8 +383,8 @@ class _TrainingStep:
     def _compare(self) -> None:
         pipeline = self.pipeline
 
-        def step(batch: Any, output: Any) -> Any:
-            return self.interception.answered(lambda: self._training_step(batch), output)
+        def step(batch: Any, answer: Callable[..., Any]) -> Any:
+            return self.interception.answered(lambda: self._training_step(batch), answer)
 
         if self._neighbours is not None:
             counts = TargetCounts(pipeline.among, pipeline.targets.is_needed)

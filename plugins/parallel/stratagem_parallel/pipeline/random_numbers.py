@@ -21,6 +21,8 @@ from stratagem.api.seeding import seeded
 
 #: In the place of a stage: what `training_step` itself draws.
 STEP = -1
+#: The same, for what a model's own forward draws around its parts, in each stage.
+AROUND = -3
 
 
 def seed_of(epoch: int, batch_idx: int) -> int:

@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from stratagem.errors import ConfigError, StratagemError
-from stratagem_parallel.buffers import unchanged
-from stratagem_parallel.pipeline.boundaries import Form, Messages, assembled, form_of, tensors_in
+from stratagem_parallel.pipeline.boundaries import Form, Messages, assembled, tensors_in
+from stratagem_parallel.pipeline.ghosts import Cut, Given
 from stratagem_parallel.pipeline.outline import Outline
-from stratagem_parallel.pipeline.random_numbers import generators_of, seed_of
+from stratagem_parallel.pipeline.random_numbers import AROUND, generators_of, seed_of
 from stratagem_parallel.pipeline.schedules import Action, actions, rank_of_stage, schedule_named
-from stratagem_parallel.pipeline.stages import Cut
-from stratagem_transforms.forward_state import RecomputedState
+from stratagem_transforms.forward_state import RecomputedState, unchanged
 
 _NOTHING = contextlib.nullcontext()
 
@@ -42,7 +42,7 @@ class StageRunner:
         microbatches: of a batch.
         checkpoint_mode: "always", "except_last" or "never".
         whole: returns what may be sent of a stage's output, of which this rank may hold a slice.
-        outline: tells the forms of outputs on other ranks, in a plan; else these ranks do.
+        outline: computes what other ranks would, in a plan.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StageRunner:
     ) -> None:  # fmt: skip
         self.cut, self.among, self.device = cut, among, device
         self.schedule, self.microbatches, self.checkpoint_mode = schedule, microbatches, checkpoint_mode
-        self.count, self._whole, self._outline = len(cut.stages), whole, outline
+        self.count, self.whole, self.outline = cut.count, whole, outline
         row = schedule_named(schedule)
         self.ranks = [rank_of_stage(row, stage, among.world_size) for stage in range(self.count)]
         self.here = [stage for stage, rank in enumerate(self.ranks) if rank == among.rank]
@@ -60,58 +60,42 @@ class StageRunner:
         #: Drawn for each step; see [Note: equal generators].
         self.seed = 0
         self._forms: dict[Any, list[Form]] = {}
-        #: Stages that change their input in place; in a step they get a copy, which autograd can differentiate.
-        self._changing: set[int] = set()
 
     @property
     def order(self) -> tuple[Action, ...]:
         """What this rank does in a step."""
         return actions(self.schedule, self.among.world_size, self.count, self.microbatches)[self.among.rank]
 
-    def compute(self, stage: int, value: Any, microbatch: int = 0) -> Any:
+    def compute(self, stage: int, given: Given, microbatch: int = 0) -> Any:
         """Return the output of `stage`, which is here."""
-        if stage in self._changing:
-            value = _copied(value)
-        with generators_of(self.seed, stage, microbatch, self.device):
-            return self._whole(self.cut.stages[stage].compute(value))
+        with generators_of(self.seed, AROUND, microbatch, self.device):
+            return self.whole(self.cut.compute(stage, given))
 
     # --- One pass, without gradients -----------------------------------------------------------------------------
 
-    def evaluate(self, value: Any, key: Any, *, tell_all: bool = True) -> Any:
-        """Return the output of the last stage for `value`, on all ranks if `tell_all`. Collective.
+    def evaluate(self, given: Given, key: Any) -> Any:
+        """Return the output of the last stage, on all ranks. Collective.
 
         Args:
-            value: the input of the first stage; used on its rank.
+            given: the call of the model.
             key: what decides the forms of outputs; the same on all ranks.
         """
-        forms = self._forms.get(key)
-        if forms is None:
-            forms = self._forms[key] = []
-        if tell_all:
-            self.seed = seed_of(0, 0)
-        known = len(forms) == self.count
-        for stage in range(self.count):
-            here = self.ranks[stage] == self.among.rank
-            if stage and self.ranks[stage - 1] != self.ranks[stage]:
-                value = self._pass_on(value, stage, forms[stage - 1])
-            if known:
-                value = self.compute(stage, value) if here else value
-                continue
-            form: Form | BaseException | None
-            if here:
-                value, form = self._first_output(stage, value)
-            else:
-                form = self._form_elsewhere(stage, value, forms)
-            forms.append(self._told(form, stage))
-        if not tell_all:
-            return value
-        is_last = self.among.rank == self.last_rank
-        if is_last:
-            tensors = [each.contiguous() for each in tensors_in(value, forms[-1], self.count - 1)]
-        else:
-            tensors = [torch.empty(f.shape, dtype=f.dtype, device=self.device) for f in forms[-1].tensors]
-        tensors = [self.among.unchecked.broadcast(each, self.last_rank) for each in tensors]
-        return value if is_last else assembled(tensors, forms[-1])
+        self.seed = seed_of(0, 0)
+        forms = self.learn_forms(key, lambda: given)
+        passed: Any = {}
+        for stage, rank in enumerate(self.ranks):
+            if stage and self.ranks[stage - 1] != rank:
+                passed = self._pass_on(passed, stage, forms[stage - 1])
+            if rank == self.among.rank:
+                passed = self.compute(stage, evolve(given, tensors=passed))
+        tensors = tensors_in(passed, forms[-1], self.count - 1) if self.among.rank == self.last_rank else None
+        return assembled(self.everywhere(tensors, forms[-1], self.last_rank), forms[-1])
+
+    def everywhere(self, tensors: list[torch.Tensor] | None, form: Form, rank: int) -> list[torch.Tensor]:
+        """Return `tensors` of `rank`, which have `form`, on all ranks. Collective."""
+        if tensors is None:
+            tensors = [torch.empty(f.shape, dtype=f.dtype, device=self.device) for f in form.tensors]
+        return [self.among.unchecked.broadcast(each.contiguous(), rank) for each in tensors]
 
     def _pass_on(self, value: Any, stage: int, form: Form) -> Any:
         if self.ranks[stage - 1] == self.among.rank:
@@ -122,84 +106,65 @@ class StageRunner:
             return assembled(self.messages.received(pending), form)
         return value
 
-    def _first_output(self, stage: int, value: Any) -> tuple[Any, Form | BaseException]:
-        try:
-            given = value if torch.is_inference_mode_enabled() else _copied(value)
-            output = self.compute(stage, given)
-            if given is not value and any(each._version for each in _tensors(given)):
-                self._changing.add(stage)
-            return output, form_of(output, stage, self.cut.passes_numbers)
-        except Exception as error:  # noqa: BLE001 - raised again on all ranks
-            return None, error
-
-    def _form_elsewhere(self, stage: int, value: Any, forms: list[Form]) -> Form | None:
-        """Return the form of the output of another rank's `stage` in a plan, in which that rank does not tell it."""
-        if self._outline is None:
-            return None
-        return self._outline.form_after(stage, forms[-1] if stage else self._whole(value))
-
-    def _told(self, form: Form | BaseException | None, stage: int) -> Form:
-        """Return the form of the output of `stage`, which its rank gives; raise its error on all ranks. Collective."""
-        error = form if isinstance(form, BaseException) else None
+    def told(self, found: Any, rank: int) -> Any:
+        """Return what `rank` found of a stage, such as the form of its output; raise its error on all. Collective."""
+        error = found if isinstance(found, BaseException) else None
         text = None if error is None else f"{type(error).__name__}: {error}"
-        message = (form if error is None else None, text, isinstance(error, StratagemError))
-        found, text, is_known = self.among.broadcast_object(message, self.ranks[stage])
+        message = (found if error is None else None, text, isinstance(error, StratagemError))
+        found, text, is_known = self.among.broadcast_object(message, rank)
         if error is not None:
             raise error
         if text is not None and is_known:
             raise ConfigError(text.partition(": ")[2])
         if text is not None:
-            raise StratagemError(f"stage {stage} of the pipeline failed with {text}", do="this rank stops with it")
-        return found  # type: ignore[no-any-return]
+            stages = " and ".join(str(each) for each, of in enumerate(self.ranks) if of == rank)
+            raise StratagemError(f"stage {stages} of the pipeline failed with {text}", do="this rank stops with it")
+        return found
 
     # --- A step --------------------------------------------------------------------------------------------------
 
     def knows(self, key: Any) -> bool:
         """Whether `learn_forms` need not send micro-batches of `key` through the stages."""
-        return len(self._forms.get(key, ())) == self.count
+        return key in self._forms
 
-    def learn_forms(self, key: Any, capture: Callable[[], Any]) -> list[Form]:
+    def learn_forms(self, key: Any, capture: Callable[[], Given]) -> list[Form]:
         """Return the form of each stage's output for micro-batches of `key`; see [Note: forms]. Collective.
 
         Args:
             key: what decides the forms.
-            capture: returns the input of the first stage; called on its rank.
+            capture: returns the call of the model.
         """
         if not self.knows(key):
-            with torch.no_grad(), unchanged(self._users()):
-                value = error = None
-                if self.among.rank == self.first_rank or self._outline is not None:
-                    try:
-                        value = capture()
-                    except Exception as raised:  # noqa: BLE001 - raised again on all ranks
-                        error = raised
+            with torch.no_grad(), unchanged([self.cut.user]):
+                given = error = None
+                try:
+                    given = capture()
+                except Exception as raised:  # noqa: BLE001 - raised again on all ranks
+                    error = raised
                 self.among.fail_together(error)
-                self.evaluate(value, key, tell_all=False)
+                assert given is not None, "it was captured"
+                self._forms[key] = self.cut.learn(given, self)
             torch.clear_autocast_cache()  # of weights without gradients
         return self._forms[key]
-
-    def _users(self) -> list[Any]:
-        """Return the module that was cut, as the stages that are here know it."""
-        found = [getattr(self.cut.stages[stage].compute, "user", None) for stage in self.here]
-        return [each for each in found if each is not None]
 
     def recomputed(self) -> dict[int, RecomputedState]:
         """Return the state of each stage that is here, if backward computes stages again."""
         if self.checkpoint_mode == "never":
             return {}
-        (user,) = set(self._users())
-        return {s: RecomputedState(*map(user.get_submodule, self.cut.stages[s].modules)) for s in self.here}
+        named = self.cut.user.get_submodule
+        return {s: RecomputedState(*map(named, self.cut.stages[s].modules)) for s in self.here}
 
     def step(
-        self, forms: Sequence[Form], capture: Callable[[int], Any], loss_of: Callable[[int, Any, Any], torch.Tensor],
-        weights: Callable[[int], list[nn.Parameter]],
+        self, forms: Sequence[Form], capture: Callable[[int], Given],
+        loss_of: Callable[[int, Any, Callable[[Any], Any]], torch.Tensor], weights: Callable[[int], list[nn.Parameter]],
     ) -> None:  # fmt: skip
         """Run forward and backward of all micro-batches, in the order of the schedule. Collective.
 
         Args:
             forms: of the stages' outputs.
-            capture: returns the input of the first stage for a micro-batch.
-            loss_of: returns the loss to differentiate, for a micro-batch, the input and the output of the last stage.
+            capture: returns the call of the model for a micro-batch.
+            loss_of: returns the loss to differentiate, for a micro-batch, what was passed to the last stage, and what
+                computes that stage.
             weights: returns the parameters of a stage, to differentiate apart from its inputs.
         """
         step = _Step(self, forms, capture, loss_of, weights)
@@ -241,18 +206,19 @@ class _Step:
 
     def F(self, stage: int, microbatch: int) -> None:  # noqa: N802
         key = stage, microbatch
-        value = self._input(stage, microbatch)
-        output = self._compute(stage, microbatch, value)
+        passed = self._passed(stage, microbatch)
         if stage == self.runner.count - 1:
-            self.roots[key] = [self.loss_of(microbatch, value, output)]
+            self.roots[key] = [self.loss_of(microbatch, passed, lambda given: self._compute(stage, microbatch, given))]
             return
+        output = self._compute(stage, microbatch, evolve(self.capture(microbatch), tensors=passed))
         tensors = tensors_in(output, self.forms[stage], stage)
         self.roots[key] = self.values[key] = tensors
 
-    def _input(self, stage: int, microbatch: int) -> Any:
+    def _passed(self, stage: int, microbatch: int) -> Any:
+        """Return what the stages before pass to `stage`."""
         if stage == 0:
             self.inputs[stage, microbatch] = []
-            return self.capture(microbatch)
+            return {}
         form = self.forms[stage - 1]
         if self._is_here(stage - 1):
             tensors = [each.detach() for each in self.values.pop((stage - 1, microbatch))]
@@ -263,11 +229,11 @@ class _Step:
         self.inputs[stage, microbatch] = tensors
         return assembled(tensors, form)
 
-    def _compute(self, stage: int, microbatch: int, value: Any) -> Any:
+    def _compute(self, stage: int, microbatch: int, given: Given) -> Any:
         if self._is_recomputed(microbatch):
             contexts = self.states[stage].contexts
-            return checkpoint(self.runner.compute, stage, value, microbatch, use_reentrant=False, context_fn=contexts)
-        return self.runner.compute(stage, value, microbatch)
+            return checkpoint(self.runner.compute, stage, given, microbatch, use_reentrant=False, context_fn=contexts)
+        return self.runner.compute(stage, given, microbatch)
 
     def _is_recomputed(self, microbatch: int) -> bool:
         mode = self.runner.checkpoint_mode
@@ -306,9 +272,11 @@ class _Step:
     def _keep_input_gradients(self, stage: int, microbatch: int) -> None:
         inputs = self.inputs.pop((stage, microbatch))
         if stage:
-            floating = [each for each in inputs if each.requires_grad]
+            forms = self.forms[stage - 1].tensors
             self.gradients[stage, microbatch] = [
-                torch.zeros_like(each) if each.grad is None else each.grad for each in floating
+                torch.zeros_like(each, requires_grad=False) if each.grad is None else each.grad
+                for each, form in zip(inputs, forms, strict=True)
+                if form.has_gradient
             ]
 
     def I(self, stage: int, microbatch: int) -> None:  # noqa: N802, E743
@@ -339,15 +307,6 @@ class _Step:
             stage_backward_weight(iter(self.weights(stage)), deferred)
         elif deferred[0]:
             torch.autograd.backward(*deferred)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _copied(value: Any) -> Any:
-    """Return `value` with copies of its tensors."""
-    return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def signature(value: Any) -> Any:

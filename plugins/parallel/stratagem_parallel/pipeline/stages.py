@@ -1,53 +1,57 @@
-"""The stages of a model: which modules and parameters each computes with, and how its part is called."""
+"""Cut a model into stages, as the options of the strategy say."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
+from stratagem_parallel.pipeline.balance import sizes_of_stages
+from stratagem_parallel.pipeline.ghosts import Cut, called_module
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives
 
 
-@frozen(eq=False)
-class Stage:
-    """One stage of the pipelined module."""
+def cut(user: nn.Module, options: Any, stages: int, among: Collectives, device: torch.device | None = None) -> Cut:
+    """Cut `user` into stages. Collective where `balance` measures times.
 
-    #: Names of its modules, whose parameters and buffers belong to it with all that is in them.
-    modules: tuple[str, ...]
-    #: Names of parameters and buffers that it uses without a module around them.
-    tensors: tuple[str, ...]
-    #: Computes its output from what the stage before returned; for the first, from the arguments of the module's call.
-    compute: Callable[[Any], Any]
-
-
-@frozen(eq=False)
-class Cut:
-    """A model that was cut into stages."""
-
-    #: The name of the pipelined module in the user's.
-    where: str
-    stages: tuple[Stage, ...]
-    #: Makes one value, which the first stage takes, of the arguments of the module's call.
-    bind: Callable[..., Any]
-    #: Whether numbers may pass from stage to stage, along with tensors.
-    passes_numbers: bool = False
-
-
-def pipelined_sequence(user: nn.Module) -> str:
-    """Return the name of the nn.Sequential that is cut: `sequential_module`, or the only one that `user` has.
+    Args:
+        options: of the strategy.
+        among: the ranks of the pipeline.
+        device: to measure times on; by default the CPU.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: an option does not fit the model.
+    """
+    if options.split_points is not None:
+        points = list(options.split_points)
+        return Cut(user, called_module(user, points), points)
+    where = pipelined_layers(user, stages)
+    layers, example = layers_of(user.get_submodule(where)), getattr(user, "example_input_array", None)
+    sizes = sizes_of_stages(options.balance, list(layers.values()), stages, example, among, device)
+    keys = list(layers)
+    points = [f"{where}.{keys[start]}" if where else keys[start] for start in accumulate(sizes[:-1])]
+    is_called = user.get_submodule(where) in (getattr(user, "sequential_module", None), *user.children())
+    return Cut(user, where if is_called else called_module(user, points), points)
+
+
+def pipelined_layers(user: nn.Module, stages: int) -> str:
+    """Return the name of the list of layers that is cut.
+
+    It is `sequential_module`, or the only nn.Sequential that `user` has; else the largest list within it.
+
+    Raises:
+        ConfigError: there is none.
     """
     given = getattr(user, "sequential_module", None)
+    if isinstance(given, nn.Sequential):
+        names: dict[nn.Module, str] = {module: name for name, module in user.named_modules()}
+        return names[given]
     if given is not None:
-        if isinstance(given, nn.Sequential):
-            names: dict[nn.Module, str] = {module: name for name, module in user.named_modules()}
-            return names[given]
         raise ConfigError(
             f"{type(user).__name__}.sequential_module is a {type(given).__name__}", expected="an nn.Sequential",
             do="build it of its layers, or set strategy.parallel.split_points",
@@ -55,38 +59,24 @@ def pipelined_sequence(user: nn.Module) -> str:
     found = [name for name, child in user.named_children() if isinstance(child, nn.Sequential)]
     if len(found) == 1:
         return found[0]
+    sizes = {
+        name: sum(each.numel() for each in module.parameters())
+        for name, module in user.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(layers_of(module)) >= stages
+    }
+    if any(sizes.values()):
+        largest: str = max(sizes, key=sizes.__getitem__)
+        return largest
     what = f"has {len(found)} nn.Sequential ({', '.join(found)})" if found else "has no nn.Sequential"
     raise ConfigError(
-        f"{type(user).__name__} {what}, and strategy.parallel.pipeline cuts one into stages",
-        expected="an nn.Sequential of its layers in the attribute sequential_module",
+        f"{type(user).__name__} {what} and no list of {stages} layers, and strategy.parallel.pipeline cuts one into "
+        "stages",
+        expected="an nn.Sequential of its layers in the attribute sequential_module, or an nn.ModuleList",
         do="set self.sequential_module, or strategy.parallel.split_points to the names of the modules that begin a "
         "stage",
     )
 
 
-def cut_sequence(user: nn.Module, where: str, sizes: Sequence[int]) -> Cut:
-    """Cut the nn.Sequential `where` of `user` into stages of `sizes` layers."""
-    names = [f"{where}.{key}" if where else key for key in user.get_submodule(where)._modules]
-    stages, start = [], 0
-    for size in sizes:
-        part = tuple(names[start : start + size])
-        stages.append(Stage(part, (), _Chain(user, part)))
-        start += size
-    return Cut(where, tuple(stages), _one_input)
-
-
-def _one_input(*arguments: Any, **options: Any) -> Any:
-    (value,) = inspect.signature(nn.Sequential().forward).bind(*arguments, **options).args
-    return value
-
-
-class _Chain:
-    """Calls modules one after another, looked up at each call: a wrapper may have replaced them."""
-
-    def __init__(self, user: nn.Module, names: Sequence[str]) -> None:
-        self.user, self.names = user, names
-
-    def __call__(self, value: Any) -> Any:
-        for name in self.names:
-            value = self.user.get_submodule(name)(value)
-        return value
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers in a list by their keys."""
+    return {key: layer for key, layer in module._modules.items() if layer is not None}

@@ -1,0 +1,186 @@
+"""Models of transformers, unchanged, in the stages of a pipeline: weights, losses and validation are those of one process.
+
+The models are small and have random weights; the first four of a kind of layer are in `make test`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, Dataset
+
+import stratagem as sg
+from selection import HEAVY
+from stratagem_testing import run_in_processes
+from stratagem_testing.training import QUIET, weights_of
+
+pytestmark = [HEAVY, pytest.mark.slow]
+
+SAMPLES, BATCH, LENGTH, WORDS = 16, 8, 12, 64
+SHAPE = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "sliding_window": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": WORDS,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {
+    "vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 4,
+    "num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+BART = {
+    "vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
+IMAGE = SHAPE | {"image_size": 16, "patch_size": 4, "num_labels": 5, "num_channels": 3}
+EXPERTS = SHAPE | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: By the class of the model: the class of its configuration, its options, and what a batch has.
+MODELS = {
+    "LlamaForCausalLM": ("LlamaConfig", SHAPE, "text"),
+    "GPT2LMHeadModel": ("GPT2Config", GPT2, "text"),
+    "T5ForConditionalGeneration": ("T5Config", T5, "text"),
+    "ViTForImageClassification": ("ViTConfig", IMAGE, "image"),
+    "BertForMaskedLM": ("BertConfig", SHAPE, "text"),
+    "MistralForCausalLM": ("MistralConfig", SHAPE, "text"),
+    "Qwen3ForCausalLM": ("Qwen3Config", SHAPE, "text"),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", SHAPE, "text"),
+    "MixtralForCausalLM": ("MixtralConfig", EXPERTS, "text"),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", EXPERTS, "text"),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SHAPE, "text"),
+    "RobertaForMaskedLM": ("RobertaConfig", SHAPE, "text"),
+    "ModernBertForMaskedLM": ("ModernBertConfig", SHAPE | {"cls_token_id": 1, "sep_token_id": 2}, "text"),
+    "BartForConditionalGeneration": ("BartConfig", BART, "text"),
+    "DeiTForImageClassification": ("DeiTConfig", IMAGE, "image"),
+    "BloomForCausalLM": ("BloomConfig", {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 4, "n_head": 4}, "text"),
+}
+IN_TEST = 4
+
+
+class Rows(Dataset):
+    """Words or images, and targets; of words that only pad, these are ignored."""
+
+    def __init__(self, kind, pads):
+        generator = torch.Generator().manual_seed(3)
+        if kind == "image":
+            images = torch.randn(SAMPLES, 3, 16, 16, generator=generator)
+            self.columns = {"pixel_values": images, "labels": torch.randint(5, (SAMPLES,), generator=generator)}
+        else:
+            words = torch.randint(3, WORDS, (SAMPLES, LENGTH), generator=generator)
+            mask = torch.arange(LENGTH) < (torch.arange(SAMPLES)[:, None] % 6 + 7 if pads else LENGTH)
+            mask = mask.expand(SAMPLES, LENGTH)
+            labels = words.where(mask, -100)
+            self.columns = {"input_ids": words, "attention_mask": mask.long(), "labels": labels}
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+class Public(sg.Module):
+    def __init__(self, name):
+        import transformers
+
+        super().__init__()
+        config, options, _ = MODELS[name]
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(1)
+            made = getattr(transformers, config)(**options)
+            for key in [key for key in vars(made) if "drop" in key]:
+                setattr(made, key, 0.0)
+            self.model = getattr(transformers, name)(made)
+
+    def training_step(self, batch, batch_idx):
+        return 20 * self.model(**batch).loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+def batches(name, shares=1, *, pads=True):
+    return DataLoader(Rows(MODELS[name][2], pads), batch_size=BATCH // shares)
+
+
+def difference(found, weights):
+    """Return the norm of the difference of all weights, as a share of theirs."""
+    pairs = [(found[name], each) for name, each in weights.items() if each.is_floating_point()]
+    return float(sum((one - other).square().sum() for one, other in pairs) ** 0.5) / float(
+        sum(each.square().sum() for _, each in pairs) ** 0.5
+    )
+
+
+def plainly(name, *, pads=True):
+    """Return the weights, the loss of validation and the largest norm of a gradient of a plain loop in this process."""
+    module, norms = Public(name), []
+    optimizer = module.configure_optimizers()
+    for index, batch in enumerate(batches(name, pads=pads)):
+        module.training_step(batch, index).backward()
+        norms.append(float(clip_grad_norm_(module.parameters(), 5.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    module.eval()
+    with torch.no_grad():
+        losses = [float(module.model(**batch).loss) for batch in batches(name, pads=pads)]
+    return module.state_dict(), sum(losses) / len(losses), max(norms)
+
+
+def in_stages(rank, size, name, options):
+    strategy = {"name": "parallel", "pipeline": 2} | options
+    trainer = sg.Trainer(strategy=strategy, devices=size, gradient_clip_val=5.0, **QUIET | {"accelerator": "cpu"})
+    module = Public(name)
+    with contextlib.redirect_stdout(None):
+        loader = batches(name, options.get("shard", 1), pads="shard" not in options)
+        trainer.fit(module, loader, loader)
+    held = sum(each.numel() for each in module.parameters() if not each.is_meta)
+    return weights_of(trainer), float(trainer.callback_metrics["val_loss"]), held
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.sweep] if number >= IN_TEST else []) for number, name in enumerate(MODELS)],
+)
+def test_a_model_in_stages_trains_as_in_one_process(name):
+    weights, loss, norm = plainly(name)
+
+    ranks = run_in_processes(in_stages, 2, name, {})
+
+    for found, validated, held in ranks:
+        assert difference(found, weights) < 1e-6
+        assert validated == pytest.approx(loss, rel=1e-4)
+        assert held < 0.85 * sum(each.numel() for each in Public(name).parameters())
+    assert norm > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"tensor": 2, "plan": "auto"}, 4),
+        ({"shard": 2, "microbatches": 2}, 4),
+        ({"schedule": "interleaved_zero_bubble", "microbatches": 2}, 2),
+        ({"checkpoint": "always", "balance": [3, 1]}, 2),
+    ],
+    ids=["tensor", "shard", "zero bubble", "checkpoint"],
+)
+@pytest.mark.sweep
+def test_a_llama_in_stages_takes_other_axes_and_schedules(options, size):
+    weights, _, _ = plainly("LlamaForCausalLM", pads="shard" not in options)  # each shard has a mean of its own
+
+    for found, _, _ in run_in_processes(in_stages, size, "LlamaForCausalLM", options):
+        assert difference(found, weights) < 1e-6
