@@ -81,9 +81,6 @@ class Part:
 class Record:
     """What a call of the model does; the calls of parts are in their order."""
 
-    #: The call's arguments without their values; see `Cut._outline`.
-    call: Any
-    firsts: list[int]
     device: torch.device
     #: The form of what each call of a part returns, and that of the model's output.
     forms: dict[_Call, Form] = field(factory=dict)
@@ -154,7 +151,8 @@ class Cut:
         self._is_sequence = type(user.get_submodule(where)).forward is nn.Sequential.forward
         #: The model's own forward, whatever takes its place later.
         self.forward: Callable[..., Any] = user.get_submodule(where).forward
-        self.records: list[Record] = []
+        #: By what `_outline` returns.
+        self.records: dict[Any, Record] = {}
         self._tensors: list[str] = []
         seen: list[str] = []
         found = list(self._found(where, split_points, seen))
@@ -300,33 +298,32 @@ class Cut:
     def _record(self, given: Given) -> tuple[Record, Fraction]:
         """Return what is known of a call, and how many times its samples there are here."""
         call, firsts = self._outline(given)
-        fitting = [
-            (record, {Fraction(*pair) for pair in zip(firsts, record.firsts, strict=True)} or {Fraction(1)})
-            for record in self.records if record.call == call
-        ]  # fmt: skip
-        found = [(record, ratios.pop()) for record, ratios in fitting if len(ratios) == 1]
-        if not found:
-            raise ConfigError(f"{self._name} was called with other shapes within a step", expected="the same ones")
-        return max(found, key=lambda each: each[1] == 1)
+        if (known := self.records.get((call, firsts))) is not None:
+            return known, Fraction(1)
+        for (other, its), record in self.records.items():
+            ratios = {Fraction(*pair) for pair in zip(firsts, its, strict=True)} if other == call else set()
+            if len(ratios) == 1:
+                return record, ratios.pop()
+        raise ConfigError(f"{self._name} was called with other shapes within a step", expected="the same ones")
 
-    def _outline(self, given: Given) -> tuple[Any, list[int]]:
+    def _outline(self, given: Given) -> tuple[Any, tuple[int, ...]]:
         """Return what decides what a call does, but for values of tensors and numbers; apart from it first sizes."""
         leaves, spec = pytree.tree_flatten((given.arguments, given.options))
-        call = self.user.training, spec, [
-            (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor)
+        call = self.user.training, spec, tuple(
+            (leaf.dim(), leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor)
             else leaf if leaf is None or isinstance(leaf, bool | str) else type(leaf)
             for leaf in leaves
-        ]  # fmt: skip
-        return call, [len(leaf) or 1 for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        )  # fmt: skip
+        return call, tuple(len(leaf) or 1 for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
 
     # --- What a call does ----------------------------------------------------------------------------------------
 
     def learn(self, given: Given, runner: Any) -> list[Form]:
         """Return the forms of what stages return; see [Note: what a stage needs]. Collective where the call is new."""
-        call, firsts = self._outline(given)
-        known = next((each for each in self.records if (each.call, each.firsts) == (call, firsts)), None)
+        call = self._outline(given)
+        known = self.records.get(call)
         if known is None:
-            known = Record(call, firsts, runner.device)
+            known = Record(runner.device)
             with torch.no_grad(), generators_of(runner.seed, AROUND, 0, runner.device):
                 values, error = self._values(given, known, runner), None
                 try:
@@ -336,7 +333,7 @@ class Cut:
                 except Exception as raised:  # noqa: BLE001 - raised on all ranks
                     error = raised
             runner.among.fail_together(error)
-            self.records.append(known)
+            self.records[call] = known
         assert known.output is not None, "the model returned"
         return [*(_form_of(known, keys) for keys in known.carried), known.output]
 

@@ -95,7 +95,7 @@ class StageRunner:
         """Return `tensors` of `rank`, which have `form`, on all ranks. Collective."""
         if tensors is None:
             tensors = [torch.empty(f.shape, dtype=f.dtype, device=self.device) for f in form.tensors]
-        return [self.among.unchecked.broadcast(each.contiguous(), rank) for each in tensors]
+        return [self.among.unchecked.broadcast(each.to(self.device).contiguous(), rank) for each in tensors]
 
     def _pass_on(self, value: Any, stage: int, form: Form) -> Any:
         if self.ranks[stage - 1] == self.among.rank:
