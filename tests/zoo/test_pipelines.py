@@ -178,7 +178,7 @@ def test_a_model_in_stages_trains_as_in_one_process(name):
     ],
     ids=["tensor", "shard", "zero bubble", "checkpoint"],
 )
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/zoo/test_pipelines.py::test_a_model_in_stages_trains_as_in_one_process")
 def test_a_llama_in_stages_takes_other_axes_and_schedules(options, size):
     weights, _, _ = plainly("LlamaForCausalLM", pads="shard" not in options)  # each shard has a mean of its own
 

@@ -110,7 +110,7 @@ class Order:
         self._seen.append(event)
         if expected is not None and place < len(expected) and expected[place] == event:
             return
-        self._compare(event, on_all_ranks=expected is None)
+        self._compare(event, on_all_ranks=expected is None or place >= len(expected))
         same = (each for each in reversed(self._kind) if list(each[: place + 1]) == self._seen)
         self._expected = next(same, None)
 
