@@ -157,18 +157,12 @@ class ContextAxis:
             takes = len(inspect.signature(getattr(user, method)).parameters)
             return run.model(method, batch, *(batch_idx, 0)[: takes - 1])
 
-        def of_whole() -> Any:
-            with self._away():
-                return step(whole)
-
-        def of_parts() -> Any:
-            return step(part)
-
         try:
             self.length, self.is_local = length, False
             self._difference = on_demand.sequences().difference(
-                user, self.over, of_whole, of_parts, run, method, self._named, wanted=lambda: not self.is_local
-            )
+                user, self.over, lambda: step(whole), lambda: step(part), run, method, self._named,
+                wanted=lambda: not self.is_local, away=self._away(),
+            )  # fmt: skip
         finally:
             self.length, self.is_local = before
 

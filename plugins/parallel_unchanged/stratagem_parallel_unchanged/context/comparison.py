@@ -6,6 +6,7 @@ See [Note: the comparison] in `parts`. Positions are in turn the first and the l
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,13 +25,14 @@ _PARAMETERS, _NUMBERS = 8, 4096
 
 def difference(
     user: nn.Module, over: Collectives, whole: Callable[[], Any], parts: Callable[[], Any], run: RunContext,
-    method: str, named: set[str], wanted: Callable[[], bool],
+    method: str, named: set[str], wanted: Callable[[], bool], away: AbstractContextManager[None],
 ) -> ConfigError | None:  # fmt: skip
     """Compare what `whole` and `parts` return and log, two calls of `method`. Warn of metrics that differ. Collective.
 
     Args:
         named: the names of what was warned of, and the methods that cannot be compared; this call adds to them.
         wanted: whether the losses, once computed, are to be equal.
+        away: within, sequences are whole: also where backward computes layers again.
 
     Returns:
         an error if they differ, on all ranks.
@@ -39,7 +41,8 @@ def difference(
     some = [each for each in some if each.numel() <= _NUMBERS][:_PARAMETERS]
     # A step by hand would step, if it had gradients.
     some = some if method == "training_step" and not (run.manual or run.shards_parameters) else []
-    of_whole = result_of(whole, user, run, some)
+    with away:
+        of_whole = result_of(whole, user, run, some)
     of_part = of_whole if of_whole.problem else result_of(parts, user, run, some)
     found = over.all_gather_object((of_whole, of_part))
     if not wanted():
