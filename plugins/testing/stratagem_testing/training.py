@@ -29,8 +29,6 @@ from stratagem_trainer.settings import switched_off
 #: Arguments of a trainer that writes no files and prints nothing.
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}
 
-#: Seconds that the system may take to remove a thread that was joined.
-_SETTLING_S = 0.5
 #: Offsets in Linux's `struct tcp_info`: bytes that wait to be sent (uint32), and those sent, then resent (uint64 each).
 _TCPI_NOTSENT_BYTES, _TCPI_BYTES_SENT = 144, 200
 
@@ -147,25 +145,25 @@ def _bytes_sent_on(descriptor: int) -> int:
 def resources_held() -> dict[str, Any]:
     """Return this process's resources: open descriptors, threads, process group, files in its working folder."""
     gc.collect()
-    descriptors = Path("/proc/self/fd")
+    descriptors, tasks = Path("/proc/self/fd"), Path("/proc/self/task")
     return {
         "open files and ports": len(os.listdir(descriptors)) if descriptors.exists() else 0,
-        "threads": _threads(),
+        "threads": len(os.listdir(tasks)) if tasks.exists() else threading.active_count(),
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "default dtype": str(torch.get_default_dtype()),
         "files": sorted(str(path) for path in Path.cwd().rglob("*")),
     }
 
 
-def _threads() -> int:
-    """Return the number of threads; the system removes a joined one a moment later."""
-    tasks = Path("/proc/self/task")
-    if not tasks.exists():
-        return threading.active_count()
-    deadline = time.monotonic() + _SETTLING_S
-    while (count := len(os.listdir(tasks))) > threading.active_count() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return count
+def stable_resources() -> dict[str, Any]:
+    """Return what this process holds once it no longer changes: threads and connections end a moment later."""
+    held, since, deadline = resources_held(), time.monotonic(), time.monotonic() + 5
+    while time.monotonic() < min(since + 0.5, deadline):
+        time.sleep(0.1)
+        now = resources_held()
+        if now != held:
+            held, since = now, time.monotonic()
+    return held
 
 
 class in_empty_folder:  # noqa: N801 - reads as a statement

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from stratagem_testing.expectations import expect_equal, expect_weights
 from stratagem_testing.reference import Batch, Net
 from stratagem_testing.sharing import run_first, run_last
 from stratagem_testing.strategy.base import StrategyChecks, fit_outcome, run_arguments
-from stratagem_testing.training import in_empty_folder, outcome, resources_held, share, weights_of
+from stratagem_testing.training import in_empty_folder, outcome, share, stable_resources, weights_of
 
 
 class ProcessChecks(StrategyChecks):
@@ -87,23 +86,12 @@ def _run_three_times(rank: int, size: int, choose: dict[str, Any], make: Any, ba
             trainer.run.close()
             trainer.run.close()  # safe to call twice
             del trainer
-            after_each.append(_stable_resources())
+            after_each.append(stable_resources())
     return after_each
 
 
 def _at_most(value: Any, other: Any) -> bool:
     return bool(value <= other) if type(value) is int and type(other) is int else bool(value == other)
-
-
-def _stable_resources() -> dict[str, Any]:
-    """Return what this process holds once it no longer changes, since the peer may close a connection later."""
-    held, since, deadline = resources_held(), time.monotonic(), time.monotonic() + 5
-    while time.monotonic() < min(since + 0.5, deadline):
-        time.sleep(0.1)
-        now = resources_held()
-        if now != held:
-            held, since = now, time.monotonic()
-    return held
 
 
 def _train_twice(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
