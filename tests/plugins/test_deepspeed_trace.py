@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import time
 
 import pytest
@@ -154,9 +153,7 @@ def _sampled(rank, world_size):
 def test_a_forward_on_one_rank_alone_is_named():
     for said in run_in_processes(_sampled, 2, limit_s=360):
         assert said.startswith("refused: "), said
-        assert re.search(
-            rf"rank 0 is in all_gather\(\) \(test_deepspeed_trace.py:{LINE}\)|in which rank 0 waits", said
-        ), said
+        assert f"in all_gather() (test_deepspeed_trace.py:{LINE})" in said or "in which rank 0 waits" in said, said
         assert f"test_deepspeed_trace.py:{LINE}" in said
 
 

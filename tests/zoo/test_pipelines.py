@@ -126,8 +126,8 @@ def difference(found, weights):
     )
 
 
-def plainly(name, *, pads=True):
-    """Return the weights, the loss of validation and the largest norm of a gradient of a plain loop in this process."""
+def plainly(rank, size, name, pads):
+    """Return the weights, the loss of validation and the largest norm of a gradient of a plain loop in one process."""
     module, norms = Public(name), []
     optimizer = module.configure_optimizers()
     for index, batch in enumerate(batches(name, pads=pads)):
@@ -157,7 +157,7 @@ def in_stages(rank, size, name, options):
     [pytest.param(name, marks=[pytest.mark.sweep] if number >= IN_TEST else []) for number, name in enumerate(MODELS)],
 )
 def test_a_model_in_stages_trains_as_in_one_process(name):
-    weights, loss, norm = plainly(name)
+    ((weights, loss, norm),) = run_in_processes(plainly, 1, name, True)
 
     ranks = run_in_processes(in_stages, 2, name, {})
 
@@ -180,7 +180,8 @@ def test_a_model_in_stages_trains_as_in_one_process(name):
 )
 @pytest.mark.sweep(guard="tests/zoo/test_pipelines.py::test_a_model_in_stages_trains_as_in_one_process")
 def test_a_llama_in_stages_takes_other_axes_and_schedules(options, size):
-    weights, _, _ = plainly("LlamaForCausalLM", pads="shard" not in options)  # each shard has a mean of its own
+    pads = "shard" not in options  # each shard has a mean of its own
+    ((weights, _, _),) = run_in_processes(plainly, 1, "LlamaForCausalLM", pads)
 
     for found, _, _ in run_in_processes(in_stages, size, "LlamaForCausalLM", options):
         assert difference(found, weights) < 1e-6
