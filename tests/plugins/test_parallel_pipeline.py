@@ -401,6 +401,10 @@ def _cannot_be_cut(rank, world_size):
     return found
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    guard="tests/plugins/test_parallel_pipeline.py::test_a_model_with_skip_connections_trains_as_one_process",
+)
 @pytest.mark.slow
 def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks():
     for found in run_in_processes(_cannot_be_cut, 2):
@@ -413,6 +417,10 @@ def _dropped(rank, world_size):
     _trainer(options={"split_points": ["net.blocks.2"]}).fit(module, joined_batches(6, 24))
 
 
+@pytest.mark.when_changed(
+    "plugins/parallel/",
+    guard="tests/plugins/test_parallel_pipeline.py::test_a_model_with_skip_connections_trains_as_one_process",
+)
 @pytest.mark.slow
 def test_layers_that_are_left_out_at_times_are_refused():
     said = r"net called net\.blocks\.\d 0 times or 1 times, for inputs of the same shapes"

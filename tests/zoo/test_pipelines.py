@@ -1,6 +1,6 @@
 """Models of transformers, unchanged, in the stages of a pipeline: weights, losses and validation are those of one process.
 
-The models are small and have random weights; the first four of a kind of layer are in `make test`.
+The models are small and have random weights. `make test` has the first four where the strategy changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from selection import HEAVY
 from stratagem_testing import run_in_processes
 from stratagem_testing.training import QUIET, weights_of
 
-pytestmark = [HEAVY, pytest.mark.slow]
+GUARD = "tests/plugins/test_parallel_pipeline.py::test_a_model_with_skip_connections_trains_as_one_process"
+pytestmark = [HEAVY, pytest.mark.slow, pytest.mark.when_changed("plugins/parallel/", guard=GUARD)]
 
 SAMPLES, BATCH, LENGTH, WORDS = 16, 8, 12, 64
 SHAPE = {
