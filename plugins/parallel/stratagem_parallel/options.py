@@ -122,12 +122,12 @@ class ParallelOptions(ProcessGroupStrategy):
 
     #: The number of micro-batches into which `pipeline` divides a batch; by default one for each stage.
     microbatches: int | None = field(default=None, validator=_is_count)
-    #: How many layers of the pipelined nn.Sequential each stage has: a list, "balance_by_size", or "balance_by_time",
-    #: which measures them with the module's `example_input_array`.
+    #: How many of the pipelined layers each stage has: a list, "balance_by_size", or "balance_by_time", which measures
+    #: those of an nn.Sequential with the module's `example_input_array`.
     balance: Any = field(
         default="balance_by_size", validator=lambda _, __, value: check_balance(value), metadata={"example": [4, 4]}
     )
-    #: For a pipelined model that is not an nn.Sequential: names of the modules that begin a new stage.
+    #: Names of the modules that begin a new stage, in the order in which the model defines them; instead of `balance`.
     split_points: list[str] | None = field(
         default=None, validator=lambda _, __, value: check_split_points(value), metadata={"example": ["layers.4"]}
     )

@@ -102,7 +102,7 @@ def result_of(call: Callable[[], Any], user: nn.Module, run: RunContext, outputs
             has_loss = isinstance(result, Tensor) and result.numel() == 1
             found = outputs if has_loss and result.requires_grad else ()
             gradients = _gradients(result, found)
-        problem = "" if _equal(before, random_state(run.devices)) else "draws random numbers"
+        problem = "" if are_equal(before, random_state(run.devices)) else "draws random numbers"
     except Exception as error:  # noqa: BLE001 - a step that needs more of a batch; its own call raises what is wrong
         why = (str(error).splitlines() or [type(error).__name__])[0]
         return Result(problem=f"failed with {why!r} on some of a batch")
@@ -232,7 +232,7 @@ def undone(module: nn.Module, logged: _Logged) -> Iterator[None]:
         yield
 
 
-def _equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
     """Return whether states of random numbers are equal."""
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
     return all(bool((a == b).all()) if hasattr(a, "shape") else a == b for a, b in pairs)

@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stratagem.api.seeding import random_state
 from stratagem.errors import ConfigError, nearest
+from stratagem_parallel.parts import are_equal
 from stratagem_parallel.pipeline.boundaries import (
     Form,
     TensorForm,
@@ -90,7 +92,7 @@ class Record:
     #: Which tensors of parts the arguments of each call of a part depend on, and the model's output.
     depends: dict[_Call, set[_Key]] = field(factory=dict)
     of_output: set[_Key] = field(factory=set)
-    #: Tensors of parts into which the code around them writes.
+    #: Tensors of parts into which other parts, or the code around them, write.
     written: set[_Key] = field(factory=set)
     #: By stage: the calls of its parts with which it ends, and what passes to the next stage.
     calls: list[list[_Call]] = field(factory=list)
@@ -193,7 +195,6 @@ class Cut:
     def _run(self, given: Given, answer: _Answer) -> Any:
         """Return what the model returns if a call of a part returns what `answer` does."""
         counts: dict[str, int] = {}
-
         within: list[str] = []
 
         def replaced(part: Part, itself: Callable[..., Any]) -> Callable[..., Any]:
@@ -379,14 +380,14 @@ class Cut:
             if stage is not None and stage not in part.stages:
                 raise _Waits(min(part.stages))
             _check_frames(part.name)
-            before, held = _states(record.device), tensors_within((arguments, options))
+            before, held = random_state([record.device]), tensors_within((arguments, options))
             result = itself(*arguments, **options)
             if {id(each) for each in held} - {id(each) for each in tensors_within((arguments, options))}:
                 raise ConfigError(
                     f"{part.name} replaces a tensor in one of its arguments", expected="layers that return what they "
                     "compute: strategy.parallel.split_points puts them on several processes", do="return it",
                 )  # fmt: skip
-            if any(not torch.equal(*pair) for pair in zip(before, _states(record.device), strict=True)):
+            if not are_equal(before, random_state([record.device])):
                 draws.add(part.name)
             register(result)
             mine[call] = _copied(whole(result))
@@ -580,14 +581,6 @@ def _memory(tensor: Tensor) -> int:
         return memory
     except (NotImplementedError, RuntimeError):
         return id(tensor)
-
-
-def _states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
 
 
 def _copied(value: Any) -> Any:

@@ -1,9 +1,8 @@
 """Take the place of the pipelined module's forward, so that the user's step runs unchanged.
 
 [Note: the step of a micro-batch]
-The rank of the first stage runs `training_step` up to the call of the pipelined module, whose arguments are the inputs
-of its stage. The rank of the last stage runs `training_step` with the output of its stage as what that call returns,
-so that it is the loss function. Ranks between run no `training_step`.
+Each rank runs `training_step` up to the call of the pipelined module, with whose arguments its stage computes. The rank
+of the last stage runs `training_step` as a whole, with the output of its stage as what that call returns.
 """
 
 from __future__ import annotations

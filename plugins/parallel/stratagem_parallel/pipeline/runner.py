@@ -2,9 +2,7 @@
 
 [Note: forms]
 What passes between two stages has the same form (containers, shapes, dtypes) for all micro-batches of one shape. It is
-found when such a micro-batch is seen first: one goes through the stages without gradients, and each stage tells all
-ranks of the pipeline the form of its output, or the error that it raised. So messages need no headers, and what cannot
-pass is refused on all ranks with the same words.
+found when such a micro-batch is seen first: see [Note: what a stage needs] in `ghosts`. So messages need no headers.
 """
 
 from __future__ import annotations
