@@ -1,12 +1,13 @@
 """Models of transformers, unchanged, in the stages of a pipeline: weights, losses and validation are those of one process.
 
-The models are small and have random weights. `make test` has the first four where the strategy changed.
+The models are small and have random weights. `make test` trains five of them, in one start of two ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -18,8 +19,7 @@ from selection import HEAVY
 from stratagem_testing import run_in_processes
 from stratagem_testing.training import QUIET, weights_of
 
-GUARD = "tests/plugins/test_parallel_pipeline.py::test_a_model_with_skip_connections_trains_as_one_process"
-pytestmark = [HEAVY, pytest.mark.slow, pytest.mark.when_changed("plugins/parallel/", guard=GUARD)]
+pytestmark = [HEAVY, pytest.mark.slow]
 
 SAMPLES, BATCH, LENGTH, WORDS = 16, 8, 12, 64
 SHAPE = {
@@ -66,7 +66,7 @@ MODELS = {
     "DeiTForImageClassification": ("DeiTConfig", IMAGE, "image"),
     "BloomForCausalLM": ("BloomConfig", {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 4, "n_head": 4}, "text"),
 }
-IN_TEST = 4
+ALWAYS = tuple(MODELS)[:5]
 
 
 class Rows(Dataset):
@@ -153,20 +153,22 @@ def in_stages(rank, size, name, options):
     return weights_of(trainer), float(trainer.callback_metrics["val_loss"]), held
 
 
+def each(train, rank, size, names, *arguments):
+    return [train(rank, size, name, *arguments) for name in names]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.sweep] if number >= IN_TEST else []) for number, name in enumerate(MODELS)],
+    "names", [ALWAYS, pytest.param(tuple(MODELS)[len(ALWAYS) :], marks=pytest.mark.sweep)], ids=["five", "others"]
 )
-def test_a_model_in_stages_trains_as_in_one_process(name):
-    ((weights, loss, norm),) = run_in_processes(plainly, 1, name, True)
+def test_models_in_stages_train_as_in_one_process(names):
+    (references,) = run_in_processes(partial(each, plainly), 1, names, True)
 
-    ranks = run_in_processes(in_stages, 2, name, {})
-
-    for found, validated, held in ranks:
-        assert difference(found, weights) < 1e-6
-        assert validated == pytest.approx(loss, rel=1e-4)
-        assert held < 0.85 * sum(each.numel() for each in Public(name).parameters())
-    assert norm > 1
+    for rank in run_in_processes(partial(each, in_stages), 2, names, {}):
+        for name, (found, validated, held), (weights, loss, norm) in zip(names, rank, references, strict=True):
+            assert difference(found, weights) < 1e-6, name
+            assert validated == pytest.approx(loss, rel=1e-4), name
+            assert held < 0.85 * sum(one.numel() for one in Public(name).parameters()), name
+            assert norm > 1, name
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_model_in_stages_trains_as_in_one_process(name):
     ],
     ids=["tensor", "shard", "zero bubble", "checkpoint"],
 )
-@pytest.mark.sweep(guard="tests/zoo/test_pipelines.py::test_a_model_in_stages_trains_as_in_one_process")
+@pytest.mark.sweep(guard="tests/zoo/test_pipelines.py::test_models_in_stages_train_as_in_one_process")
 def test_a_llama_in_stages_takes_other_axes_and_schedules(options, size):
     pads = "shard" not in options  # each shard has a mean of its own
     ((weights, _, _),) = run_in_processes(plainly, 1, "LlamaForCausalLM", pads)
