@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from parallel_models import GPT, VOCABULARY, Llama, texts
+from parallel_models import GPT, VOCABULARY, texts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -56,9 +56,9 @@ def test_what_is_cut_is_told_by_patterns_that_match_nothing_else():
     blocks, chain = GPT(), Net()
 
     assert described(derived(blocks, 2), blocks, 2) == (
-        "tensor parallelism over 2 ranks: layers.*.up colwise, layers.*.down rowwise, layers.*.attention.q colwise, "
+        "tensor parallelism of 97% of the parameters over 2 ranks: layers.*.attention.q colwise, "
         "layers.*.attention.k colwise, layers.*.attention.v colwise, layers.*.attention.out rowwise, "
-        "tokens vocab, head vocab"
+        "layers.*.up colwise, layers.*.down rowwise, tokens vocab, head vocab"
     )
     assert described(derived(chain, 2), chain, 2).endswith("over 2 ranks: net.0 colwise, net.2 rowwise")
 
@@ -70,20 +70,94 @@ def test_attention_is_left_whole_where_heads_do_not_divide():
     assert plan["layers.0.down"] == "rowwise"
 
 
-class Lonely(sg.Module):
+class Within(nn.Module):
+    def __init__(self, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: with a weight (inputs, outputs)."""
+
+    def __init__(self, takes, gives):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(takes, gives)), nn.Parameter(torch.zeros(gives))
+
+
+class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.tokens = nn.Linear(6, 4), nn.Embedding(9, 4)
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(3, *size)) for size in ((16, 4), (4, 8)))
 
 
-def test_nothing_to_derive_is_refused():
-    with pytest.raises(ConfigError, match="plan is 'auto', and Lonely has no block of linear layers"):
-        plan_of(Lonely(), "auto", 2)
+def _lora(takes, gives):
+    return Within(base_layer=nn.Linear(takes, gives), lora_A=nn.Linear(takes, 2), lora_B=nn.Linear(2, gives))
 
 
-def test_no_plan_at_all_is_refused():
-    with pytest.raises(ConfigError, match="strategy.parallel.tensor is 2, and nothing states how layers are cut"):
-        plan_of(Lonely(), None, 2)
+def _three():
+    return {name: nn.Linear(8, 8) for name in ("query", "key", "value")}
+
+
+FOUND = {
+    "layers of neighbouring modules": (
+        lambda: Within(own=Within(**_three()), output=Within(dense=nn.Linear(8, 8), norm=nn.LayerNorm(8))),
+        {"own.query": "colwise", "own.key": "colwise", "own.value": "colwise", "output.dense": "rowwise"},
+    ),
+    "three in one": (
+        lambda: Within(attn=Within(c_attn=Conv1D(8, 24), c_proj=Conv1D(8, 8))),
+        {"attn.c_attn": "colwise", "attn.c_proj": "rowwise"},
+    ),
+    "a gate in one": (
+        lambda: Within(net=nn.ModuleList([Within(proj=nn.Linear(8, 64)), nn.Dropout(), nn.Linear(32, 8)])),
+        {"net.0.proj": "colwise", "net.2": "rowwise"},
+    ),
+    "a list of layers": (
+        lambda: Within(lins=nn.ModuleList([nn.Linear(2, 16), nn.Linear(16, 4)])),
+        {"lins.0": "colwise", "lins.1": "rowwise"},
+    ),
+    "layers with adapters": (
+        lambda: Within(up=_lora(8, 16), down=_lora(16, 8)),
+        {"up.base_layer": "colwise", "down.base_layer": "rowwise"},
+    ),
+    "fewer keys than ranks": (
+        lambda: _with_heads(q_proj=nn.Linear(8, 8), k_proj=nn.Linear(8, 2), v_proj=nn.Linear(8, 2), o_proj=nn.Linear(8, 8)),
+        {"q_proj": "colwise", "o_proj": "rowwise"},
+    ),
+    "experts": (lambda: Within(experts=Experts()), {"experts": "experts_by_features"}),
+    "a vocabulary alone": (lambda: Within(tokens=nn.Embedding(9, 4), head=nn.Linear(4, 9)), VOCAB),
+    "an embedding that only has the shape": (
+        lambda: Within(queries=nn.Embedding(9, 4), head=nn.Linear(4, 9), up=nn.Linear(4, 8), down=nn.Linear(8, 4)),
+        {"up": "colwise", "down": "rowwise"},
+    ),
+    "layers that share a bias": (lambda: _with_one_bias(up=nn.Linear(4, 4), down=nn.Linear(4, 4), head=nn.Linear(4, 2)), None),
+    "layers of two blocks": (
+        lambda: Within(blocks=nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]), out=nn.Linear(4, 6)), None,
+    ),
+    "no layers that fit": (lambda: Within(layer=nn.Linear(6, 4), tokens=nn.Embedding(9, 4)), None),
+}  # fmt: skip
+
+
+def _with_heads(**layers):
+    made = Within(**layers)
+    made.num_heads, made.num_key_value_heads = 4, 1
+    return made
+
+
+def _with_one_bias(**layers):
+    layers["up"].bias = layers["down"].bias
+    return Within(**layers)
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_layers_that_others_wrote_are_found(case):
+    make, wanted = FOUND[case]
+
+    if wanted is None:
+        with pytest.raises(ConfigError, match="plan is 'auto', and Within has no linear layers that can be cut"):
+            plan_of(make(), None, 2)
+    else:
+        assert plan_of(make(), None, 2)[0] == wanted
 
 
 class Planned(Net):
@@ -97,16 +171,6 @@ def test_a_module_states_its_plan_and_the_option_comes_first():
         "net.2": "colwise",
         "net.4": "rowwise",
     }
-
-
-@pytest.mark.slow
-def test_the_plan_of_a_hugging_face_model_is_found_within_a_module():
-    plan, where = plan_of(Llama(), None, 2)
-
-    assert where == "the model's own plan"
-    assert plan["model.model.layers.1.self_attn.q_proj"] == "colwise"
-    assert plan["model.model.layers.0.mlp.down_proj"] == "rowwise"
-    assert plan["model.lm_head"] == "vocab"
 
 
 @pytest.mark.parametrize(
@@ -426,6 +490,18 @@ def test_an_activation_that_changes_in_place_is_shared_again_and_none_outlives_i
         assert (taken, remain) == (6, 0)
 
 
+class Unlike(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tokens = nn.Linear(6, 4), nn.Embedding(9, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
 REFUSED = [
     (TiedByHand, VOCAB, "'tokens.weight', which is cut over strategy.parallel.tensor, was used outside of its layer's"),
     (GPT, {"norm": "colwise"}, "gives norm the style 'colwise', and it is a LayerNorm; expected a Linear or an Embedding"),
@@ -438,7 +514,7 @@ REFUSED = [
     (NormedBefore, LAYERS, "gives layers.0.up the style 'colwise', and its weight is computed from other parameters"),
     (Hooked, LAYERS, "layers.0.up.weight, which strategy.parallel.tensor cuts, has a hook on its gradient"),
     (CutTwice, None, "CutTwice.parallel_plan() names net.0, of which weight is cut already"),
-    (GPT, None, "nothing states how layers are cut"),
+    (Unlike, None, "and Unlike has no linear layers that can be cut together over 2 ranks"),
 ]  # fmt: skip
 
 

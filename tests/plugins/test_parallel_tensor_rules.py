@@ -101,6 +101,9 @@ FUNCTIONS = {
     "repeated heads": lambda x, y, w: x.view(4, 6, 4, 2)[:, :, :, None, :].expand(4, 6, 4, 3, 2).reshape(4, 6, 12, 2),
     "repeat_interleave": lambda x, y, w: x.repeat_interleave(2, dim=-1),
     "fused": lambda x, y, w: x.chunk(2, dim=-1)[0] * y.split(4, dim=2)[1],
+    "three in one": lambda x, y, w: (
+        x.repeat_interleave(3, dim=-1).view(4, 6, 3, 2, 4).unbind(2)[1] * y.view(4, 6, 2, 4)
+    ),
     "pieces": lambda x, y, w: x.chunk(3, dim=1)[1] + y.unbind(1)[0][:, None],
     "layer_norm": lambda x, y, w: F.layer_norm(x, (8,), w[0], w[1]),
     "rms by hand": lambda x, y, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w[2],
@@ -131,6 +134,8 @@ FUNCTIONS = {
     "squeeze": lambda x, y, w: x.unsqueeze(1).squeeze(1).unsqueeze(-1).expand(-1, -1, -1, 3),
     "index": lambda x, y, w: x[:, 2:5] * y[:, -1:, :] + x[1][2:5] + y[:, 0, None],
     "index by tensor": lambda x, y, w: x[:, torch.tensor([1, 3])] + y[torch.tensor([0])][:, :2],
+    "index by number": lambda x, y, w: x[torch.tensor(1)] + y[:, torch.tensor(2)].sum(0),
+    "written": lambda x, y, w: _written(x, y),
     "index into": lambda x, y, w: x[..., 1:3],
     "in place": lambda x, y, w: (x * 1).add_(y).mul_(2).relu_(),
     "added to": lambda x, y, w: _added(x, y),
@@ -164,6 +169,13 @@ def _added(x, y):
     x += y
     x *= 2
     return x
+
+
+def _written(x, y):
+    x = x * 1
+    x[...] = y
+    x[:] += 1
+    return x * y
 
 
 class _Same(torch.autograd.Function):
@@ -283,6 +295,9 @@ def _missed(function, own_function, cut, line):
 WRITES = {
     "elements": lambda x: x[1:, 1:3, 1:4].fill_(0), "moved": lambda x: x.movedim(0, 2).mul_(2),
     "a diagonal": lambda x: x.diagonal(dim1=1, dim2=2).add_(1), "a view of a view": lambda x: x[1:, 1:, 1:].T[0].zero_(),
+    "three in one": lambda x, y, w: (
+        x.repeat_interleave(3, dim=-1).view(4, 6, 3, 2, 4).unbind(2)[1] * y.view(4, 6, 2, 4)
+    ),
     "pieces": lambda x: [each[..., 0].sub_(1) for each in x.tensor_split(2, -1)],
     "another shape": lambda x: x.view(2, 96)[:, 5:7].exp_(), "another size": lambda x: x + torch.ones(4),
 }  # fmt: skip

@@ -96,8 +96,8 @@ class ParallelOptions(ProcessGroupStrategy):
     replicate: Size | None = field(default=None, validator=_is_size)
     #: Whether the processes of one `tensor` axis may be on different nodes.
     tensor_across_nodes: bool = False
-    #: How layers are cut: names of modules, or patterns of them, and styles; "auto" derives it. By default what the
-    #: module's `parallel_plan()` returns, or what a model of Hugging Face carries.
+    #: How layers are cut: names of modules, or patterns of them, and styles. By default, and with "auto", what the
+    #: module's `parallel_plan()` returns; without such a method it is derived.
     plan: Any = None
     #: The dimension of a batch's tensors that `context` cuts.
     context_dim: int = field(default=1, validator=at_least(0))

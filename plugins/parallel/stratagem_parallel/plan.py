@@ -12,15 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from stratagem.errors import ConfigError, nearest, shown
-from stratagem_parallel.derived_plan import Plan, derived
+from stratagem_parallel.derived_plan import EXPERTS, Plan, derived
 from stratagem_parallel.expert.axis import STYLE as EXPERT
 
 #: Styles that cut the layer's parameters, and those that keep them replicated.
-CUTTING = (
-    "colwise", "rowwise", "vocab", "colwise_gather_output",
-    "packed_colwise", "packed_rowwise", "rowwise_split_input", "embedding_rowwise",  # of Hugging Face's models
-)  # fmt: skip
-WHOLE = ("sequence", "replicate", "replicated_with_grad_allreduce")
+CUTTING = ("colwise", "rowwise", "vocab", "colwise_gather_output", EXPERTS)
+WHOLE = ("sequence", "replicate")
 NAMES = (*CUTTING, *WHOLE)
 
 
@@ -31,26 +28,17 @@ def plan_of(module: nn.Module, option: Any, size: int) -> tuple[Plan, str]:
         option: ``strategy.parallel.plan``.
 
     Raises:
-        ConfigError: a plan with a mistake, or none at all.
+        ConfigError: a plan with a mistake, or no layers that can be cut.
     """
-    if option is not None and option != "auto":
+    if option not in (None, "auto"):
         return matched(option, module, "strategy.parallel.plan"), "strategy.parallel.plan"
     own = getattr(module, "parallel_plan", None)
     if callable(own):
         where = f"{type(module).__name__}.parallel_plan()"
         return matched(own(), module, where), where
-    carried = _carried(module)
-    if carried:
-        return carried, "the model's own plan"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return {}, f"{type(module).__name__}.configure_model"
-    if option == "auto":
-        return derived(module, size), "strategy.parallel.plan 'auto'"
-    raise ConfigError(
-        f"strategy.parallel.tensor is {size}, and nothing states how layers are cut",
-        expected=f"strategy.parallel.plan, or a method parallel_plan of {type(module).__name__}",
-        do="set strategy.parallel.plan, to names of layers and styles or to 'auto'",
-    )
+    return derived(module, size), "strategy.parallel.plan 'auto'"
 
 
 def matched(plan: Any, module: nn.Module, where: str) -> Plan:
@@ -104,51 +92,3 @@ def _check_style(style: Any, where: str) -> None:
             expected=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, or a ParallelStyle of torch",
             do=hint,
         )
-
-
-def _carried(module: nn.Module) -> Plan:
-    """Return the plans that models of Hugging Face within `module` carry: patterns in which * is one number."""
-    found: Plan = {}
-    covered = ""
-    for prefix, part in module.named_modules():
-        if covered and prefix.startswith(covered):
-            continue
-        plan = _patterns(part)
-        if not plan:
-            continue
-        covered = f"{prefix}." if prefix else ""
-        for name, _ in part.named_modules():
-            style = _style_for(name, plan)
-            if style is not None:
-                # The loss is computed from parts, and what else uses logits gathers them.
-                found[covered + name] = "vocab" if style == "colwise_gather_output" else style
-                _check_style(style, f"the plan of {type(part).__name__} for {covered + name!r}")
-        _add_tied(part, covered, found)
-        if not covered:
-            break
-    return found
-
-
-def _patterns(part: nn.Module) -> dict[str, str]:
-    """Return the plan of a model of Hugging Face: merged by recent versions, else those of its base and its head."""
-    if not hasattr(type(part), "base_model_prefix"):
-        return {}
-    own = getattr(part, "_tp_plan", None) or {}
-    base = getattr(getattr(part, "config", None), "base_model_tp_plan", None) or {}
-    prefix = part.base_model_prefix
-    within = f"{prefix}." if prefix and hasattr(part, str(prefix)) else ""
-    return {f"{within}{name}": style for name, style in base.items()} | dict(own)
-
-
-def _style_for(name: str, plan: dict[str, str]) -> str | None:
-    general = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-    return plan.get(name) or plan.get(general)
-
-
-def _add_tied(part: nn.Module, prefix: str, found: Plan) -> None:
-    """Cut the embedding as the head that has the same weight, which such plans name alone."""
-    layers = [part.get_submodule(name[len(prefix) :]) for name in found if name.startswith(prefix)]
-    cut = {id(layer.weight) for layer in layers if isinstance(layer, nn.Linear)}
-    for name, module in part.named_modules():
-        if isinstance(module, nn.Embedding) and prefix + name not in found and id(module.weight) in cut:
-            found[prefix + name] = "vocab"

@@ -6,8 +6,8 @@ from stratagem_parallel.strategy import ParallelStrategy
 
 
 def tensor_parallel() -> ParallelStrategy:
-    """Return ``tensor_parallel``: layers are cut over all processes of a node, by a plan that is derived if need be."""
-    return ParallelStrategy(tensor="auto", plan="auto")
+    """Return ``tensor_parallel``: layers are cut over all processes of a node, by a plan that is derived."""
+    return ParallelStrategy(tensor="auto")
 
 
 def pipeline_parallel() -> ParallelStrategy:

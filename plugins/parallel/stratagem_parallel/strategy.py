@@ -186,7 +186,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
             )
         tensor.share_parts(user, self._groups.over(*(axis_of(size) for size in SIZES if size != "tensor")))
         self._layers = tensor.cut_layers(user, self.plan, over, mesh, fill)
-        if self.plan == "auto":
+        if self._layers and self.plan in (None, "auto"):
             run.print(tensor.described(self._layers, user, over.world_size))
         module.register_forward_hook(tensor.whole_outputs)
 

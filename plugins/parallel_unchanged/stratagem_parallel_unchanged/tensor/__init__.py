@@ -101,6 +101,8 @@ def share_parts(user: nn.Module, over: Collectives) -> None:
 
 def described(plan: dict[str, Any], user: nn.Module, size: int) -> str:
     """Return a plan as text: each style with the patterns of its layers, or their names where others match too."""
+    parts = {each for name in plan for each in user.get_submodule(name).parameters()}
+    share = sum(each.numel() for each in parts) / sum(each.numel() for each in user.parameters())
     names = [name for name, _ in user.named_modules()]
     cut: dict[tuple[str, str], list[str]] = {}
     for name, style in plan.items():
@@ -109,7 +111,7 @@ def described(plan: dict[str, Any], user: nn.Module, size: int) -> str:
     for (pattern, style), layers in cut.items():
         matched = [name for name in names if fnmatchcase(name, pattern)]
         shown += [f"{name} {style}" for name in ([pattern] if set(matched) == set(layers) else layers)]
-    return f"tensor parallelism over {size} ranks: {', '.join(shown)}"
+    return f"tensor parallelism of {share:.0%} of the parameters over {size} ranks: {', '.join(shown)}"
 
 
 @contextlib.contextmanager

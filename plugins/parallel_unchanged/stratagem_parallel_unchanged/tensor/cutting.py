@@ -50,7 +50,7 @@ def styled(module: nn.Module, plan: Plan, line: Line, where: str) -> Styled:
         if kind is None:
             raise ConfigError(
                 f"{where} gives {name} the style {wanted!r}, and it is a {type(part).__name__}",
-                expected="a Linear or an Embedding" if wanted != "embedding_rowwise" else "an Embedding",
+                expected="a Linear or an Embedding",
                 do="name the layers in it, or pass a ParallelStyle of torch",
             )
         if isinstance(part, nn.Embedding) and kind.cuts:

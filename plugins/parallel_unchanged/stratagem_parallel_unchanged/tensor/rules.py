@@ -252,16 +252,26 @@ def _linear(func: Any, args: Arguments, options: Options) -> Any:
     return as_slice(func(plain(made), used_by_parts(weight, line), own), *layout_of(made))
 
 
-def _linear_by_parts(func: Any, value: Tensor, weight: Slice, bias: Tensor | None) -> Tensor:
-    """Apply a linear function whose weight is cut: by a layer with a forward of its own."""
+def _linear_by_parts(func: Any, value: Tensor, weight: Slice, bias: Tensor | None, outputs: int = 0) -> Tensor:
+    """Apply a linear function whose weight is cut, by a layer with a forward of its own; `outputs` is a dimension."""
     cut, size, line = layout_of(weight)
-    if cut == 0:
+    if cut == outputs:
         own = None if bias is None else matching(bias, 1, size, line)
         return as_slice(func(for_parts(value, line), plain(weight), own), -1, size, line)
     is_cut = isinstance(value, Slice) and value.cut == value.dim() - 1
     part = plain(value) if is_cut else part_of(whole(value), value.dim() - 1, line)
-    out = summed(func(part, plain(weight)), line)
+    out = summed(func(part, plain(weight), None), line)
     return out if bias is None else out + whole(bias)
+
+
+def _grouped(func: Any, args: Arguments, options: Options) -> Any:
+    """grouped_mm: of rows with weights of shape (groups, inputs, outputs) that are cut."""
+    given = dict(zip(("input", "weight"), args, strict=False)) | options
+    value, weight = given.pop("input", None), given.pop("weight", None)
+    if not isinstance(weight, Slice) or not weight.cut:
+        raise NoRule
+    product = lambda part, own, _: func(part, own, *args[2:], **given)  # noqa: E731
+    return _linear_by_parts(product, value, weight, None, outputs=2)
 
 
 def _embedding(func: Any, args: Arguments, options: Options) -> Any:
@@ -392,6 +402,8 @@ _RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
     "rms_norm": _norm_of_last,
     "linear": _linear,
     "embedding": _embedding,
+    "grouped_mm": _grouped,
+    "_grouped_mm": _grouped,
     "matmul": _matmul,
     "bmm": _matmul,
     "__matmul__": _matmul,

@@ -9,8 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem_parallel_unchanged.tensor.moves import Line, part_of, whole
 from stratagem_parallel_unchanged.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
 from stratagem_parallel_unchanged.tensor.slices import Slice, as_slice, name_of, numel_of, plain, shape_of
+
+
+def _cut_again(value: Tensor, dim: int, line: Line) -> Slice:
+    """Return this rank's part of `value`, for which the whole was gathered, along `dim`: others need not compute it."""
+    size = value.shape[dim]
+    if size % line.size:
+        raise NoRule
+    return as_slice(part_of(value, dim, line).contiguous(), dim, size, line)
 
 
 def _reshaped(made: Slice, shape: list[int]) -> Slice:
@@ -27,10 +36,21 @@ def _reshaped(made: Slice, shape: list[int]) -> Slice:
             elif length % line.size == 0 and size % line.size == 0:
                 own = length // line.size
             else:
-                break
+                return _reshaped_otherwise(made, shape, index)
             return as_slice(plain(made).reshape([*shape[:index], own, *shape[index + 1 :]]), index, length, line)
         reached *= length
     raise NoRule
+
+
+def _reshaped_otherwise(made: Slice, shape: list[int], first: int) -> Slice:
+    """Return `made` in a `shape` that cuts its parts, cut along the next dimension: queries, keys and values in one."""
+    last, reached = first, shape[first]
+    while reached < made.whole_size and last + 1 < len(shape):
+        last += 1
+        reached *= shape[last]
+    if reached != made.whole_size or last < first + 2:
+        raise NoRule
+    return _cut_again(whole(made).reshape(shape), first + 1, made.line)
 
 
 def _sizes(args: Arguments) -> list[int]:
@@ -123,12 +143,12 @@ def _expand(_func: Any, args: Arguments, options: Options) -> Any:
     return as_slice(plain(made).expand(own), at, size, line)
 
 
-def _getitem(_func: Any, args: Arguments, _options: Options) -> Any:
-    made, index = args
+def _indexed(made: Any, index: Any) -> tuple[tuple[Any, ...], int]:
+    """Return the whole of a simple `index`, and which dimension of the result is the one that is cut."""
     if not isinstance(made, Slice):
         raise NoRule
     index = index if isinstance(index, tuple) else (index,)
-    if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
+    if not all(each is None or each is Ellipsis or type(each) is slice or _is_number(each) for each in index):
         raise NoRule
     taken = sum(each is not None and each is not Ellipsis for each in index)
     filled: list[Any] = []
@@ -141,18 +161,36 @@ def _getitem(_func: Any, args: Arguments, _options: Options) -> Any:
                 raise NoRule
             at = new_dim
         dim += each is not None
-        new_dim += not isinstance(each, int)
-    _, size, line = layout_of(made)
-    return as_slice(plain(made)[tuple(filled)], at, size, line)
+        new_dim += not _is_number(each)
+    return tuple(filled), at
+
+
+def _is_number(each: Any) -> bool:
+    return type(each) is int or (
+        isinstance(each, Tensor) and not each.dim() and each.dtype in (torch.int64, torch.int32)
+    )
+
+
+def _getitem(_func: Any, args: Arguments, _options: Options) -> Any:
+    index, at = _indexed(*args)
+    _, size, line = layout_of(args[0])
+    return as_slice(plain(args[0])[index], at, size, line)
+
+
+def _setitem(_func: Any, args: Arguments, _options: Options) -> None:
+    made, given, value = args
+    index, at = _indexed(made, given)
+    part = plain(made)
+    part[index] = matching(value, part[index].dim() - at, made.whole_size, made.line)
 
 
 def _pieces(func: Any, args: Arguments, options: Options) -> Any:
-    """split, chunk: along a dimension that is not cut."""
+    """split, chunk."""
     made = args[0]
     dim = (args[2] if len(args) > 2 else options.get("dim", 0)) % made.dim()
     cut, size, line = layout_of(made)
     if dim == cut:
-        raise NoRule
+        return tuple(_cut_again(each, dim, line) for each in func(whole(made), *args[1:], **options))
     return tuple(as_slice(each, cut, size, line) for each in func(plain(made), *args[1:], **options))
 
 
@@ -218,6 +256,7 @@ RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
     "squeeze": _squeeze,
     "expand": _expand,
     "__getitem__": _getitem,
+    "__setitem__": _setitem,
     "split": _pieces,
     "chunk": _pieces,
     "split_with_sizes": _pieces,

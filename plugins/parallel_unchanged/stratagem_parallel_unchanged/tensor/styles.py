@@ -10,24 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigError
+from stratagem_parallel.derived_plan import EXPERTS, features
 from stratagem_parallel.plan import WHOLE
-from stratagem_parallel_unchanged.tensor.moves import (
-    all_whole,
-    for_parts,
-    part_of,
-    renumbered,
-    summed,
-    summed_part,
-    whole,
-)
+from stratagem_parallel_unchanged.tensor.moves import all_whole, for_parts, part_of, summed, summed_part, whole
 from stratagem_parallel_unchanged.tensor.slices import Slice, as_slice, part_of_slice
 from stratagem_sharding.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stratagem_parallel.plan import WHOLE
-from stratagem_parallel_unchanged.tensor.moves import Line
+    from stratagem_parallel_unchanged.tensor.moves import Line
 
 #: The dimension of activations that holds the sequence: the last but one, before the features.
 SEQUENCE_DIM = -2
@@ -59,16 +51,16 @@ class Style:
 
         Its forward is replaced where this style knows how: torch's compiler compiles hooks for each layer again.
         """
-        forward = self.forward_of(module)
-        if self.cuts and type(module).forward not in (nn.Linear.forward, nn.Embedding.forward):
-            module.register_forward_pre_hook(self._lend)
-            module.register_forward_hook(self._take_back, always_call=True)
-        elif forward is None or "forward" in module.__dict__:
-            module.register_forward_pre_hook(self._before, with_kwargs=True)
-            module.register_forward_hook(self._after, always_call=True)
-        else:
+        forward = None if "forward" in module.__dict__ else self.forward_of(module)
+        if forward is not None:
             module.__dict__[_STYLE] = self
             module.forward = MethodType(forward, module)
+        elif self.cuts:
+            module.register_forward_pre_hook(self._lend)
+            module.register_forward_hook(self._take_back, always_call=True)
+        else:
+            module.register_forward_pre_hook(self.taken, with_kwargs=True)
+            module.register_forward_hook(lambda module, _, output: self.give(module, output))
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """Return a forward for all modules of this class, which finds the style of each; None if hooks are needed."""
@@ -84,18 +76,6 @@ class Style:
     def _take_back(self, module: nn.Module, _args: Any, _output: Any) -> None:
         kept, self._kept = self._kept, {}
         module._parameters.update(kept)
-
-    def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
-        args, options = self.taken(module, args, options)
-        self._kept = {name: module._parameters[name] for name in self.cuts if module._parameters.get(name) is not None}
-        for name, parameter in self._kept.items():
-            module._parameters[name] = local(parameter)  # type: ignore[assignment]  # a part, with its history
-        return args, options
-
-    def _after(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        kept, self._kept = self._kept, {}
-        module._parameters.update(kept)
-        return None if output is None else self.give(module, output)
 
     def taken(self, module: nn.Module, args: Any, options: Any) -> Any:
         """Return the arguments of the layer's forward, the first one as `take` returns it."""
@@ -132,6 +112,8 @@ class _Linear(Style):
     """A linear layer."""
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
+        if not isinstance(module, nn.Linear):
+            return _transposed
         return _linear if type(module).forward is nn.Linear.forward else None
 
     def bias_of(self, module: nn.Module) -> Tensor | None:
@@ -146,6 +128,12 @@ def _linear(module: Any, input: Tensor) -> Any:  # noqa: A002  # torch's name
     return style.give(module, functional.linear(style.take(module, input), weight, bias))
 
 
+def _transposed(module: Any, x: Tensor) -> Any:
+    style = module.__dict__[_STYLE]
+    weight, bias = local(module._parameters["weight"]).T, style.bias_of(module)
+    return style.give(module, functional.linear(style.take(module, x), weight, bias))
+
+
 class Colwise(_Linear):
     """A linear layer of which each rank computes some outputs."""
 
@@ -157,7 +145,13 @@ class Colwise(_Linear):
         return self.line.sharing.shared(value, self.line, for_parts)
 
     def give(self, module: nn.Module, output: Any) -> Any:
-        return as_slice(output, -1, _size(module, 0), self.line)
+        return as_slice(output, -1, _size(module, self.cuts["weight"]), self.line)
+
+
+class ColwiseTransposed(Colwise):
+    """As `Colwise`, of a layer whose weight is (inputs, outputs)."""
+
+    cuts: ClassVar[dict[str, int]] = {"weight": 1, "bias": 0}
 
 
 class ColwiseGathered(Colwise):
@@ -172,10 +166,6 @@ class Rowwise(_Linear):
 
     cuts: ClassVar[dict[str, int]] = {"weight": 1}
 
-    def __init__(self, line: Line, by_sequence: bool) -> None:
-        super().__init__(line, by_sequence)
-        self._bias: Any = None
-
     def take(self, module: nn.Module, value: Any) -> Any:
         if torch.compiler.is_compiling():
             self.line.sharing.end_group()
@@ -183,24 +173,30 @@ class Rowwise(_Linear):
             return part_of_slice(value)
         return part_of(whole(value), value.dim() - 1, self.line)
 
-    def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
-        self._bias = module._parameters.get("bias")
-        if self._bias is not None:
-            module._parameters["bias"] = None
-        return super()._before(module, args, options)
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        bias, self._bias = self._bias, None
-        if bias is not None:
-            module._parameters["bias"] = bias
-        return super()._after(module, args, output)
-
     def bias_of(self, module: nn.Module) -> None:
         return None
 
     def give(self, module: nn.Module, output: Any) -> Any:
         summed, bias = self._summed(output), module._parameters.get("bias")
         return summed if bias is None else summed + bias.to(summed.dtype)  # once, to the sum
+
+
+class RowwiseTransposed(Rowwise):
+    """As `Rowwise`, of a layer whose weight is (inputs, outputs)."""
+
+    cuts: ClassVar[dict[str, int]] = {"weight": 0}
+
+
+class Experts(Style):
+    """Linear layers of experts in one tensor each: the first ones are cut by outputs, the last ones by inputs."""
+
+    cuts: ClassVar[dict[str, int]] = {"gate_up_proj": 1, "down_proj": 2}
+
+
+class ExpertsTransposed(Style):
+    """As `Experts`, whose weights are (experts, inputs, outputs)."""
+
+    cuts: ClassVar[dict[str, int]] = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}
 
 
 class VocabLinear(Colwise):
@@ -219,37 +215,11 @@ class VocabEmbedding(Style):
     cuts: ClassVar[dict[str, int]] = {"weight": 0}
     uneven = True
 
-    def __init__(self, line: Line, by_sequence: bool) -> None:
-        super().__init__(line, by_sequence)
-        self._elsewhere: Any = None
-        self._padding: Any = None
-
-    def take(self, module: nn.Module, value: Any) -> Any:
-        padding: Any = module.padding_idx
-        self._padding = padding
-        ids, self._elsewhere, own = renumbered(whole(value), padding, _size(module, 0), self.line)
-        module.padding_idx = own  # type: ignore[assignment]
-        return ids
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._padding is not None:
-            module.padding_idx, self._padding = self._padding, None
-        return super()._after(module, args, output)
-
-    def give(self, module: nn.Module, output: Any) -> Any:
-        return self._summed(output.masked_fill(self._elsewhere.unsqueeze(-1), 0))
-
 
 class ColwiseEmbedding(Style):
     """An embedding of which each rank holds some features."""
 
     cuts: ClassVar[dict[str, int]] = {"weight": 1}
-
-    def take(self, module: nn.Module, value: Any) -> Any:
-        return whole(value)
-
-    def give(self, module: nn.Module, output: Any) -> Any:
-        return as_slice(output, -1, _size(module, 1), self.line)
 
 
 class Sequence(Style):
@@ -305,12 +275,11 @@ _STYLES: dict[str, tuple[type[Style] | None, type[Style] | None]] = {
     "rowwise": (Rowwise, VocabEmbedding),
     "vocab": (VocabLinear, VocabEmbedding),
     "colwise_gather_output": (VocabLinearGathered, None),
-    # Names in the plans of Hugging Face's models.
-    "packed_colwise": (Colwise, None),
-    "packed_rowwise": (Rowwise, None),
-    "rowwise_split_input": (Rowwise, None),
-    "embedding_rowwise": (None, VocabEmbedding),
 }
+
+
+#: The same of layers whose weight is (inputs, outputs).
+_TRANSPOSED: dict[Any, type[Style]] = {Colwise: ColwiseTransposed, Rowwise: RowwiseTransposed}
 
 
 def style_class(name: str, module: nn.Module) -> type[Style] | None:
@@ -320,10 +289,12 @@ def style_class(name: str, module: nn.Module) -> type[Style] | None:
         return SequenceEmbedding if is_embedding else Sequence
     if name in WHOLE:
         return Replicated
+    if name == EXPERTS:
+        return ExpertsTransposed if getattr(module, "is_transposed", False) else Experts
     linear, embedding = _STYLES[name]
     if is_embedding:
         return embedding
-    return linear if isinstance(module, nn.Linear) else None
+    return linear if isinstance(module, nn.Linear) else _TRANSPOSED.get(linear) if features(module) else None
 
 
 def check_embedding(module: nn.Embedding, name: str, where: str) -> None:

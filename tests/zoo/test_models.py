@@ -1,4 +1,4 @@
-"""Models of transformers, unchanged, in the stages of a pipeline: weights, losses and validation are those of one process.
+"""Models of transformers, unchanged, cut in stages and in slices: weights, losses and validation are those of one process.
 
 The models are small and have random weights. `make test` trains five of them, in one start of two ranks.
 """
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import stratagem as sg
 from selection import HEAVY
+from stratagem_sharding.shards import local
 from stratagem_testing import run_in_processes
 from stratagem_testing.training import QUIET, weights_of
 
@@ -45,6 +46,7 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
 }  # fmt: skip
+MAMBA = SHAPE | {"head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4, "expand": 2}
 IMAGE = SHAPE | {"image_size": 16, "patch_size": 4, "num_labels": 5, "num_channels": 3}
 EXPERTS = SHAPE | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 #: By the class of the model: the class of its configuration, its options, and what a batch has.
@@ -65,7 +67,16 @@ MODELS = {
     "BartForConditionalGeneration": ("BartConfig", BART, "text"),
     "DeiTForImageClassification": ("DeiTConfig", IMAGE, "image"),
     "BloomForCausalLM": ("BloomConfig", {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 4, "n_head": 4}, "text"),
+    "OPTForCausalLM": ("OPTConfig", SHAPE | {"ffn_dim": 64, "word_embed_proj_dim": 32}, "text"),
+    "FalconForCausalLM": (
+        "FalconConfig",
+        {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
+        "text",
+    ),
+    "Mamba2ForCausalLM": ("Mamba2Config", MAMBA, "text"),
 }
+#: By name: what cuts a model, and how much of the parameters a rank may hold.
+CUTS = {"stages": ({"pipeline": 2}, 0.85), "slices": ({"tensor": 2, "plan": "auto"}, 0.75)}
 ALWAYS = tuple(MODELS)[:5]
 
 
@@ -142,33 +153,34 @@ def plainly(rank, size, name, pads):
     return module.state_dict(), sum(losses) / len(losses), max(norms)
 
 
-def in_stages(rank, size, name, options):
-    strategy = {"name": "parallel", "pipeline": 2} | options
+def cut(rank, size, name, options):
+    strategy = {"name": "parallel"} | options
     trainer = sg.Trainer(strategy=strategy, devices=size, gradient_clip_val=5.0, **QUIET | {"accelerator": "cpu"})
     module = Public(name)
     with contextlib.redirect_stdout(None):
         loader = batches(name, options.get("shard", 1), pads="shard" not in options)
         trainer.fit(module, loader, loader)
-    held = sum(each.numel() for each in module.parameters() if not each.is_meta)
+    held = sum(local(each).numel() for each in module.parameters() if not each.is_meta)
     return weights_of(trainer), float(trainer.callback_metrics["val_loss"]), held
 
 
-def each(train, rank, size, names, *arguments):
-    return [train(rank, size, name, *arguments) for name in names]
+def each(train, rank, size, cases, *arguments):
+    return [train(rank, size, *case, *arguments) for case in cases]
 
 
 @pytest.mark.parametrize(
     "names", [ALWAYS, pytest.param(tuple(MODELS)[len(ALWAYS) :], marks=pytest.mark.sweep)], ids=["five", "others"]
 )
-def test_models_in_stages_train_as_in_one_process(names):
-    (references,) = run_in_processes(partial(each, plainly), 1, names, True)
+def test_models_of_others_train_as_in_one_process(names):
+    cases = [(name, way) for way in CUTS for name in names]
+    (references,) = run_in_processes(partial(each, plainly), 1, [(name,) for name in names], True)
 
-    for rank in run_in_processes(partial(each, in_stages), 2, names, {}):
-        for name, (found, validated, held), (weights, loss, norm) in zip(names, rank, references, strict=True):
-            assert difference(found, weights) < 1e-6, name
-            assert validated == pytest.approx(loss, rel=1e-4), name
-            assert held < 0.85 * sum(one.numel() for one in Public(name).parameters()), name
-            assert norm > 1, name
+    for rank in run_in_processes(partial(each, cut), 2, [(name, CUTS[way][0]) for name, way in cases]):
+        for case, (found, validated, held), (weights, loss, norm) in zip(cases, rank, references * 2, strict=True):
+            assert difference(found, weights) < 1e-6, case
+            assert validated == pytest.approx(loss, rel=1e-4), case
+            assert held < CUTS[case[1]][1] * sum(one.numel() for one in Public(case[0]).parameters()), case
+            assert norm > 1, case
 
 
 @pytest.mark.parametrize(
@@ -181,10 +193,10 @@ def test_models_in_stages_train_as_in_one_process(names):
     ],
     ids=["tensor", "shard", "zero bubble", "checkpoint"],
 )
-@pytest.mark.sweep(guard="tests/zoo/test_pipelines.py::test_models_in_stages_train_as_in_one_process")
+@pytest.mark.sweep(guard="tests/zoo/test_models.py::test_models_of_others_train_as_in_one_process")
 def test_a_llama_in_stages_takes_other_axes_and_schedules(options, size):
     pads = "shard" not in options  # each shard has a mean of its own
     ((weights, _, _),) = run_in_processes(plainly, 1, "LlamaForCausalLM", pads)
 
-    for found, _, _ in run_in_processes(in_stages, size, "LlamaForCausalLM", options):
+    for found, _, _ in run_in_processes(cut, size, "LlamaForCausalLM", {"pipeline": 2} | options):
         assert difference(found, weights) < 1e-6
