@@ -76,7 +76,9 @@ MODELS = {
     "Mamba2ForCausalLM": ("Mamba2Config", MAMBA, "text"),
 }
 #: By name: what cuts a model, and how much of the parameters a rank may hold.
-CUTS = {"stages": ({"pipeline": 2}, 0.85), "slices": ({"tensor": 2, "plan": "auto"}, 0.75)}
+CUTS = {"stages": ({"pipeline": 2}, 0.85), "slices": ({"tensor": 2}, 0.75), "sequences": ({"context": 2}, 1.01)}
+#: Those whose sequences cannot be cut: without sequences, with two lengths, a bias by distance, or a state.
+WHOLE = {name for name in MODELS if name.startswith(("ViT", "DeiT", "Bart", "T5", "Bloom", "Mamba"))}
 ALWAYS = tuple(MODELS)[:5]
 
 
@@ -120,7 +122,7 @@ class Public(sg.Module):
         return 20 * self.model(**batch).loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.model(**batch).loss)
+        self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
@@ -172,11 +174,13 @@ def each(train, rank, size, cases, *arguments):
     "names", [ALWAYS, pytest.param(tuple(MODELS)[len(ALWAYS) :], marks=pytest.mark.sweep)], ids=["five", "others"]
 )
 def test_models_of_others_train_as_in_one_process(names):
-    cases = [(name, way) for way in CUTS for name in names]
-    (references,) = run_in_processes(partial(each, plainly), 1, [(name,) for name in names], True)
+    cases = [(name, way) for way in CUTS for name in names if way != "sequences" or name not in WHOLE]
+    (plain,) = run_in_processes(partial(each, plainly), 1, [(name,) for name in names], True)
+    references = dict(zip(names, plain, strict=True))
 
     for rank in run_in_processes(partial(each, cut), 2, [(name, CUTS[way][0]) for name, way in cases]):
-        for case, (found, validated, held), (weights, loss, norm) in zip(cases, rank, references * 2, strict=True):
+        for case, (found, validated, held) in zip(cases, rank, strict=True):
+            weights, loss, norm = references[case[0]]
             assert difference(found, weights) < 1e-6, case
             assert validated == pytest.approx(loss, rel=1e-4), case
             assert held < CUTS[case[1]][1] * sum(one.numel() for one in Public(case[0]).parameters()), case

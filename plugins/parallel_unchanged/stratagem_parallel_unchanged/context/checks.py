@@ -25,7 +25,7 @@ from stratagem.errors import ConfigError
 from stratagem_parallel_unchanged.context import mixing
 
 if TYPE_CHECKING:
-    from stratagem_parallel_unchanged.context.part import Part
+    from stratagem_parallel.context.axis import ContextAxis
 
 #: Methods and functions that reduce or reorder along a dimension, their second argument.
 _ALONG = {
@@ -45,7 +45,7 @@ _ADDS = {"sum", "mean", "nansum", "nanmean"}
 class PositionChecks(TorchFunctionMode):
     """Raises an error for operations that need whole sequences; see [Note: what can be seen]."""
 
-    def __init__(self, axis: Part) -> None:
+    def __init__(self, axis: ContextAxis) -> None:
         super().__init__()
         self.axis = axis
         #: The first sum over positions of the step, and where.

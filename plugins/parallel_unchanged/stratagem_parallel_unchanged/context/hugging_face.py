@@ -2,13 +2,15 @@
 
 These models number positions from 0, shift labels by one and build masks from what they are given. So they are given
 what belongs to a part, in a hook before forward: `position_ids` of whole sequences, `shift_labels` with the label after
-the part, a mask of whole sequences if documents are packed, and no padding mask if it masks nothing. What they would
-compute wrongly is refused.
+the part, and a mask of whole sequences if documents are packed. Masks that they build, for causal attention, windows
+and padding, are those of whole sequences. What they would compute wrongly is refused.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem_parallel_unchanged.context.part import Part
+    from stratagem_parallel.context.axis import ContextAxis
 
 
 def models_of(module: nn.Module) -> list[nn.Module]:
@@ -33,24 +35,60 @@ def models_of(module: nn.Module) -> list[nn.Module]:
 class HuggingFaceModels:
     """The hooks of the models of Hugging Face within `module`."""
 
-    def __init__(self, module: nn.Module, axis: Part) -> None:
+    def __init__(self, module: nn.Module, axis: ContextAxis) -> None:
         self.axis = axis
-        models = models_of(module)
-        for model in models:
-            _check_attention(model)
-        self._handles = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True) for model in models]
+        #: The models and how they computed attention.
+        self._used: list[Any] = [(model, _attention_of(model)) for model in models_of(module)]
+        self._handles: list[Any] = []
+        #: How transformers builds masks, while a model is called.
+        self._builds: Any = None
+        #: The document of each position of whole sequences, if several are packed into one.
+        self._documents: Tensor | None = None
+        #: How models number positions, if not from 0 on.
+        self._numbers = {model: _numbering(model) for model, _ in self._used}
+        for model in self._numbers:
+            self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
 
     def close(self) -> None:
         """Leave the models alone from now on."""
         while self._handles:
             self._handles.pop().remove()
+        while self._used:
+            model, used = self._used.pop()
+            if used != "sdpa":
+                model.set_attn_implementation(used)
 
     @torch._disable_dynamo
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.axis.is_running:
             return None
+        masks = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
+        self._builds, masks["sdpa"] = masks["sdpa"], self._mask
         with torch._C.DisableTorchFunction():  # what follows knows that sequences are cut
             return self._arguments(model, args, kwargs)
+
+    @torch._disable_dynamo
+    def _after_forward(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        if self._builds is not None:
+            sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = self._builds
+            self._builds = None
+
+    @torch._disable_dynamo
+    def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
+        """Return what transformers builds for whole sequences. Collective if positions are padded."""
+        with torch._C.DisableTorchFunction():
+            size = self.axis.over.world_size
+            padded = None if attention_mask is None else self._whole(attention_mask.to(torch.uint8)).bool()
+            options |= {"q_length": q_length * size, "kv_length": kv_length * size, "attention_mask": padded}
+            if self._documents is None:
+                return self._builds(**options)
+            same = self._documents[:, None, :, None] == self._documents[:, None, None, :]
+            return self._builds(**options | {"allow_is_causal_skip": False}) & same
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """Return whole sequences, of shape (samples, positions). Collective."""
+        return torch.cat(list(self.axis.over.unchecked.all_gather(part.contiguous())), 1)
 
     def _arguments(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of the call with what belongs to a part."""
@@ -60,87 +98,70 @@ class HuggingFaceModels:
         tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if name in given), None)
         if not isinstance(tokens, Tensor):
             return None
-        _check_window(model, tokens.shape[1] * self.axis.over.world_size)
-        if "attention_mask" in given:
-            self._check_mask(given.pop("attention_mask"))
-        elif "position_ids" in given and given["position_ids"].dim() == 2 and _is_causal(model):
-            given["attention_mask"] = self._within_documents(given["position_ids"])
+        mask, self._documents = given.get("attention_mask"), None
+        if mask is None and "position_ids" in given and given["position_ids"].dim() == 2 and _is_causal(model):
+            self._documents = self._packed(given["position_ids"])
+            if self._documents is not None:
+                given["attention_mask"] = torch.ones_like(given["position_ids"])
         if "position_ids" not in given and "position_ids" in parameters:
-            given["position_ids"] = self._positions(model, tokens)
+            given["position_ids"] = self._positions(model, tokens, mask)
         if "labels" in given and "shift_labels" not in given and _shifts_labels(model):
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 raise ConfigError(
                     f"{type(model).__name__} shifts labels itself, and strategy.parallel.context cuts sequences",
                     expected="a forward that takes shift_labels", do="compute the loss from its logits",
                 )  # fmt: skip
-            given["shift_labels"] = self._shifted(given["labels"])
+            following = self._whole(given["labels"])[:, 1:]
+            given["shift_labels"] = self._own(nn.functional.pad(following, (0, 1), value=-100))
         return (), given
 
-    def _check_mask(self, mask: Any) -> None:
-        """Refuse a mask that masks something, on any rank. Collective."""
-        over = self.axis.over
-        if over.unchecked.any(not (isinstance(mask, Tensor) and over.values((mask == 1).all(), True))):
-            raise ConfigError(
-                "attention_mask masks positions, and strategy.parallel.context cuts sequences",
-                expected="sequences without padding: the model would combine the mask of a part with that part alone",
-                do="pack sequences to one length; padding after causal sequences needs no mask, only labels of -100",
-            )
-
-    def _within_documents(self, positions: Tensor) -> Tensor | None:
-        """Return a causal mask of whole sequences within documents that are packed; None if none are. Collective.
+    def _packed(self, positions: Tensor) -> Tensor | None:
+        """Return the document of each position of whole sequences; None if none are packed. Collective.
 
         Documents begin where positions do not count on, as transformers finds them, which would look at a part alone.
         """
-        parts = self.axis.over.unchecked.all_gather(positions.contiguous())
-        whole = torch.cat(list(parts), -1)
+        whole = self._whole(positions)
         documents = (whole.diff(dim=-1, prepend=whole[..., :1] - 1) != 1).cumsum(-1)
-        if not self.axis.over.values(documents.any(), False):
-            return None
-        return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        return documents if self.axis.over.values(documents.any(), False) else None
 
-    def _positions(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        names = {type(part).__name__ for part in model.modules()}
-        if not any("Rotary" in name for name in names) and not any(
-            name.endswith("wpe") for name, _ in model.named_modules()
-        ):
-            raise ConfigError(
-                f"{type(model).__name__} was called without position_ids, and strategy.parallel.context cuts sequences",
-                expected="position_ids of whole sequences: it numbers positions in its own way",
-                do="put position_ids into the batch, to be cut as input_ids are",
-            )
-        length = tokens.shape[1]
-        first = length * self.axis.over.rank
-        return torch.arange(first, first + length, device=tokens.device).expand(tokens.shape[0], length)
+    def _positions(self, model: nn.Module, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Return position ids as the `model` numbers whole sequences. Collective where others' words matter."""
+        number = self._numbers[model] if tokens.dim() == 2 else None
+        if number is None:
+            length = tokens.shape[1] * self.axis.over.world_size
+            return self._own(torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1))
+        mask = torch.ones_like(tokens) if mask is None else mask
+        return self._own(number(self._whole(tokens), self._whole(mask).long()))
 
-    def _shifted(self, labels: Tensor) -> Tensor:
-        """Return the label after each position; -100 after the last one of the whole sequence. Collective."""
-        over = self.axis.over
-        following = over.unchecked.all_gather(labels[:, :1].contiguous())
-        after = following[over.rank + 1] if over.rank + 1 < over.world_size else torch.full_like(labels[:, :1], -100)
-        return torch.cat([labels[:, 1:], after], 1)
+    def _own(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of `whole` sequences."""
+        return whole.tensor_split(self.axis.over.world_size, 1)[self.axis.over.rank].contiguous()
 
 
-def _check_attention(model: Any) -> None:
-    """Refuse attention that does not call ``scaled_dot_product_attention``."""
-    used = getattr(model.config, "_attn_implementation", "sdpa")
-    if used != "sdpa":
+def _numbering(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return what numbers positions for ids and a mask of whole sequences; None if they count from 0 on."""
+    for part in model.modules():
+        number = getattr(part, "create_position_ids_from_input_ids", None)
+        if number is not None:
+            return lambda *both, number=number, padding=part.padding_idx: number(both[0], padding)
+        if isinstance(part, nn.Embedding) and "attention_mask" in inspect.signature(part.forward).parameters:
+            return lambda *both: both[1].cumsum(1) * both[1] - 1
+    return None
+
+
+def _attention_of(model: Any) -> str:
+    """Return how `model` computes attention; from now on it calls ``scaled_dot_product_attention``."""
+    used: str = getattr(model.config, "_attn_implementation", "sdpa")
+    softens = getattr(model.config, "attn_logit_softcapping", None) is not None
+    if used != "sdpa" and (softens or not model._supports_sdpa):
         raise ConfigError(
             f"{type(model).__name__} computes attention with {used!r}, and strategy.parallel.context cuts sequences",
-            expected="'sdpa'", do='build it with attn_implementation="sdpa"',
-        )  # fmt: skip
-
-
-def _check_window(model: Any, length: int) -> None:
-    """Refuse attention within a window that is shorter than sequences."""
-    config = model.config
-    for name in ("sliding_window", "attention_chunk_size"):
-        window = getattr(config, name, None)
-        if isinstance(window, int) and window < length and getattr(config, "use_sliding_window", True):
-            raise ConfigError(
-                f"{type(model).__name__} has {name} {window}, and sequences have length {length}",
-                expected="attention over whole sequences with strategy.parallel.context",
-                do=f"set config.{name} to None, or use shorter sequences",
-            )
+            expected="a model that can compute it with 'sdpa', without attn_logit_softcapping",
+            do="use another axis, such as tensor",
+        )
+    if used != "sdpa":
+        model.set_attn_implementation("sdpa")
+    return used
 
 
 def _is_causal(model: nn.Module) -> bool:
