@@ -295,9 +295,9 @@ def _missed(function, own_function, cut, line):
 WRITES = {
     "elements": lambda x: x[1:, 1:3, 1:4].fill_(0), "moved": lambda x: x.movedim(0, 2).mul_(2),
     "a diagonal": lambda x: x.diagonal(dim1=1, dim2=2).add_(1), "a view of a view": lambda x: x[1:, 1:, 1:].T[0].zero_(),
-    "three in one": lambda x, y, w: (
-        x.repeat_interleave(3, dim=-1).view(4, 6, 3, 2, 4).unbind(2)[1] * y.view(4, 6, 2, 4)
-    ),
+    "pieces that are cut again": lambda x: [each.sub_(1) for each in x.chunk(2, -1)],
+    "a view of a piece": lambda x: x.split(2, 1)[1].transpose(0, 1).add_(1),
+    "elements of a piece": lambda x: x.chunk(2, 0)[1].__setitem__(..., 1.0),
     "pieces": lambda x: [each[..., 0].sub_(1) for each in x.tensor_split(2, -1)],
     "another shape": lambda x: x.view(2, 96)[:, 5:7].exp_(), "another size": lambda x: x + torch.ones(4),
 }  # fmt: skip

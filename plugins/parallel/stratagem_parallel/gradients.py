@@ -68,7 +68,7 @@ class GradientAverager:
         if not trained:
             return
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
-        for bucket in grouped(trained, self._limit, _own):
+        for bucket in grouped(trained, self._limit, lambda parameter: local(parameter.detach())):
             self._bucket_of.update(dict.fromkeys(bucket, len(self._buckets)))
             self._buckets.append(bucket)
         self._handles += [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in trained]
@@ -132,7 +132,3 @@ def _write_back(bucket: list[nn.Parameter], average: torch.Tensor, flags: list[b
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         local(parameter.grad).copy_(view)
-
-
-def _own(parameter: torch.Tensor) -> torch.Tensor:
-    return local(parameter.detach())

@@ -23,16 +23,13 @@ def stepped_by_kind(optimizer: Optimizer) -> Iterator[None]:
 
     Groups that mix kinds are in pieces within, and whole, with all of their options, before and after: checkpoints
     and schedulers see those that the user made.
+
+    Raises:
+        ConfigError: an operation of the optimizer for which torch has no rule where parameters are cut.
     """
-    with _refused(optimizer), _in_pieces(optimizer):
-        yield
-
-
-@contextlib.contextmanager
-def _refused(optimizer: Optimizer) -> Iterator[None]:
-    """Within: an operation that torch has no rule for where parameters are cut is an error that names the optimizer."""
     try:
-        yield
+        with _in_pieces(optimizer):
+            yield
     except RuntimeError as error:
         if not any(sign in str(error) for sign in _SIGNS):
             raise

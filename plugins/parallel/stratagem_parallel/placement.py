@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stratagem.errors import ConfigError
@@ -23,11 +23,8 @@ def cut_axes(parameter: nn.Parameter) -> set[str]:
     if not isinstance(parameter, DTensor):
         return set()
     names = parameter.device_mesh.mesh_dim_names or ()
-    return {name for name, placement in zip(names, parameter.placements, strict=True) if _cuts(placement)}
-
-
-def _cuts(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
+    places = zip(names, parameter.placements, strict=True)
+    return {name for name, placement in places if isinstance(placement, Shard | _StridedShard)}
 
 
 def copies(parameter: nn.Parameter, mesh: Mesh, stages: int = 1) -> int:

@@ -119,7 +119,8 @@ class SequenceAttention:
         options: dict[str, Any],
     ) -> Tensor:
         if mask is not None:
-            mask = self._heads_of(self._whole_rows(self._whole_keys(mask, query), query), query)
+            mask = self._whole_keys(mask, query)
+            mask = self._heads_of(self._gather_mask(mask, -2) if mask.shape[-2] == query.shape[-2] else mask, query)
         if query.shape[-1] == value.shape[-1] and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
             sizes = [tensor.shape[-3] // self.over.world_size for tensor in (query, key, value)]
             query, key, value = self._to_heads(query, key, value).split(sizes, -3)
@@ -219,9 +220,6 @@ class SequenceAttention:
                 do="pass is_causal=True, or build the mask for whole sequences (stratagem_parallel.context_offset)",
             )
         return mask
-
-    def _whole_rows(self, mask: Tensor, query: Tensor) -> Tensor:
-        return self._gather_mask(mask, -2) if mask.shape[-2] == query.shape[-2] else mask
 
     def _heads_of(self, mask: Tensor, query: Tensor) -> Tensor:
         """Return the part of `mask` for the heads that Ulysses gives to this rank."""

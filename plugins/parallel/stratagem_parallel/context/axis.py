@@ -11,32 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 from stratagem.errors import ConfigError
 from stratagem_parallel import on_demand
-from stratagem_parallel.context.attention import SequenceAttention
 from stratagem_parallel.context.batch import part_of, tensors_of, tensors_to_cut
 from stratagem_parallel.context.functions import Replacements
-from stratagem_parallel.context.losses import MeanOverAllTargets, mean_per_rank
+from stratagem_parallel.context.losses import mean_per_rank
+from stratagem_parallel.context.part import Part, running
 from stratagem_parallel.exchange import gather
 from stratagem_parallel.same_batches import is_due
-from stratagem_parallel.target_numbers import LOSSES, divisor
+from stratagem_parallel.target_numbers import divisor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stratagem.api import Collectives, RunContext
 
-#: The axis whose step runs in this process.
-_running: list[ContextAxis] = []
-
-
 #: What is called in each stage of which batches are compared.
 _METHODS = {"train": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
-class ContextAxis:
+class ContextAxis(Part):
     """Sequences that are cut over the ranks of `over`.
 
     Args:
@@ -47,30 +42,15 @@ class ContextAxis:
     """
 
     def __init__(self, over: Collectives, dim: int, names: tuple[str, ...] | None, method: str, checks: bool) -> None:
-        self.over, self.dim, self.names, self.checks = over, dim, names, checks
-        #: Positions of this rank in the sequences of the present batch.
-        self.length = 0
-        #: Samples of the present batch.
-        self.samples = 0
+        super().__init__(over, dim, method)
+        self.names, self.checks = names, checks
         #: Batches of each stage that were cut, and steps.
         self._batches, self._steps = Counter[str](), Counter[str]()
-        self.attention = SequenceAttention(F.scaled_dot_product_attention, over, method)
-        self.losses = [MeanOverAllTargets(loss, over) for loss in LOSSES]
-        for loss in self.losses:
-            loss.is_active = lambda: self.is_running
-        self.attention.is_active = lambda: self.is_running
         self._replacements = Replacements(
             [(self.attention.attend, self.attention), *((loss.loss, loss) for loss in self.losses)]
         )
-        self._module: nn.Module | None = None
         self._models: Any = None
         self._handles: list[Any] = []
-        #: The step that runs uses `context_offset`.
-        self.knows_offset = False
-        #: The step that runs uses `context_mean` or `context_sum`.
-        self.knows_sums = False
-        #: The step that runs uses `local_attention`: it is another computation than that of whole sequences.
-        self.is_local = False
         #: Some positions of a batch of each stage, whole and this rank's part, which are to be compared.
         self._short: dict[str, tuple[Any, Any, int]] = {}
         #: What differs and was named: metrics; and the methods that cannot be compared.
@@ -84,7 +64,7 @@ class ContextAxis:
         """Have predictions gathered and models of Hugging Face called as parts of sequences need it."""
         self.close()
         self._batches, self._steps, self._short, self._named = Counter(), Counter(), {}, set()
-        self._module, self._models = step_module, on_demand.sequences().HuggingFaceModels(step_module, self)
+        self.module, self._models = step_module, on_demand.sequences().HuggingFaceModels(step_module, self)
         self._handles = [step_module.register_forward_hook(self._gather_predictions)]
 
     def close(self) -> None:
@@ -169,12 +149,12 @@ class ContextAxis:
     @contextlib.contextmanager
     def _away(self) -> Iterator[None]:
         """Within a step: sequences are whole."""
-        place = _running.index(self)
-        del _running[place]
+        place = running.index(self)
+        del running[place]
         try:
             yield
         finally:
-            _running.insert(place, self)
+            running.insert(place, self)
 
     def _announce(self, batch: Any, cut: dict[str, Tensor], run: RunContext) -> None:
         def shown(tensors: dict[str, Tensor]) -> str:
@@ -187,15 +167,6 @@ class ContextAxis:
         )
 
     # --- The step ------------------------------------------------------------------------------------------------
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a step of this axis runs."""
-        return bool(_running) and _running[-1] is self
-
-    def buffers(self) -> set[int]:
-        """Return the ids of the buffers of the model."""
-        return {id(buffer) for buffer in self._module.buffers()} if self._module is not None else set()
 
     @contextlib.contextmanager
     def step(self, stage: str, run: RunContext) -> Iterator[None]:
@@ -224,12 +195,12 @@ class ContextAxis:
             return
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call scaled_dot_product_attention
-        _running.append(self)
+        running.append(self)
         try:
             with self._replacements.used():
                 yield
         finally:
-            _running.pop()
+            running.pop()
             torch.backends.mha.set_fastpath_enabled(fast)
 
 
@@ -259,10 +230,10 @@ def context_offset(length: int) -> int:
 
     ``torch.arange(t) + context_offset(t)`` are positions in whole sequences. It is 0 in a run without `context`.
     """
-    if not _running:
+    if not running:
         return 0
-    _running[-1].knows_offset = True
-    return length * _running[-1].over.rank
+    running[-1].knows_offset = True
+    return length * running[-1].over.rank
 
 
 @torch._disable_dynamo
@@ -273,9 +244,9 @@ def context_mean(total: Tensor, count: Tensor) -> Tensor:
     their number. Parts are those of `context`, and the micro-batches of `pipeline`. Otherwise it is ``total / count``.
     """
     count = torch.as_tensor(count, device=total.device)
-    if _running:
-        _running[-1].knows_sums = True
-        count = mean_per_rank(count, _running[-1].over)
+    if running:
+        running[-1].knows_sums = True
+        count = mean_per_rank(count, running[-1].over)
     mean = total / divisor(count)
     return mean.to(total.dtype) if total.is_floating_point() else mean
 
@@ -286,10 +257,10 @@ def context_sum(total: Tensor) -> Tensor:
 
     For a loss that is a sum: `total` is the sum over the positions of this rank. Without `context` it is `total`.
     """
-    if not _running:
+    if not running:
         return total
-    _running[-1].knows_sums = True
-    return total * _running[-1].over.world_size
+    running[-1].knows_sums = True
+    return total * running[-1].over.world_size
 
 
 @contextlib.contextmanager
@@ -298,9 +269,9 @@ def local_attention() -> Iterator[None]:
 
     For attention that stays within a part of a sequence, or to keys that all ranks have whole.
     """
-    if not _running:
+    if not running:
         yield
         return
-    _running[-1].is_local = True
-    with _running[-1].attention.local():
+    running[-1].is_local = True
+    with running[-1].attention.local():
         yield

@@ -47,13 +47,9 @@ class Replacements:
                 continue
             self._searched.add(module_name)
             names = getattr(module, "__dict__", None)
-            if type(names) is dict and _is_outside(module_name):
+            is_torchs_own = module_name != "torch.nn.functional" and module_name.startswith("torch.")
+            if type(names) is dict and not is_torchs_own and not module_name.startswith("stratagem_parallel."):
                 pairs = [(name, self._pairs.get(id(value))) for name, value in list(names.items())]
                 found += [(names, name, *pair) for name, pair in pairs if pair is not None]
         self._places += found
         return found
-
-
-def _is_outside(module: str) -> bool:
-    """Return whether the names of `module` are replaced: not those of torch's own except its functional one."""
-    return module == "torch.nn.functional" or not module.startswith(("torch.", "stratagem_parallel."))

@@ -46,7 +46,8 @@ def forget_others(user: nn.Module, held: dict[str, frozenset[int]], rank: int) -
     """Move to the meta device what `rank` does not hold."""
     made: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # no other gets their ids
-    for prefix, module in _all_modules(user):
+    for where, module in user.named_modules():
+        prefix = f"{where}." if where else ""
         for name, parameter in list(module._parameters.items()):
             if parameter is None or rank in held[prefix + name]:
                 continue
@@ -55,7 +56,7 @@ def forget_others(user: nn.Module, held: dict[str, frozenset[int]], rank: int) -
                 empty = made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
                 replace_parameter(empty, parameter)
                 kept.append(parameter)
-            module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+            module._parameters[name] = made[id(parameter)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and rank not in held[prefix + name]:
                 module._buffers[name] = buffer.to("meta")
@@ -89,12 +90,6 @@ def only_used(user: nn.Module, used: dict[str, frozenset[int]], rank: int) -> It
             chosen = next((module._parameters[name] for is_used, module, name in places if is_used), None)
             for _, module, name in places if chosen is not None else ():
                 module._parameters[name] = chosen
-
-
-def _all_modules(user: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module once, with the prefix of its first name."""
-    for name, module in user.named_modules():
-        yield f"{name}." if name else "", module
 
 
 def _named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

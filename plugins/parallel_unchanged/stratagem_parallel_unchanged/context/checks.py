@@ -14,7 +14,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from stratagem.errors import ConfigError
 from stratagem_parallel_unchanged.context import mixing
 
 if TYPE_CHECKING:
-    from stratagem_parallel.context.axis import ContextAxis
+    from stratagem_parallel.context.part import Part
 
 #: Methods and functions that reduce or reorder along a dimension, their second argument.
 _ALONG = {
@@ -45,7 +44,7 @@ _ADDS = {"sum", "mean", "nansum", "nanmean"}
 class PositionChecks(TorchFunctionMode):
     """Raises an error for operations that need whole sequences; see [Note: what can be seen]."""
 
-    def __init__(self, axis: ContextAxis) -> None:
+    def __init__(self, axis: Part) -> None:
         super().__init__()
         self.axis = axis
         #: The first sum over positions of the step, and where.
@@ -130,8 +129,9 @@ class PositionChecks(TorchFunctionMode):
         dim, length = self.axis.dim, self.axis.length
         indices = _aligned(index if isinstance(index, tuple) else (index,), tensor.dim())
         if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and not tensor.requires_grad and tensor.dim() > 0):
-            for place, each in enumerate(indices):
-                if isinstance(each, slice) and _takes_first(each, length, tensor, place) and self._is_held(tensor):
+            is_held = isinstance(tensor, nn.Parameter) or id(tensor) in self.axis.buffers()
+            for each, size in zip(indices, tensor.shape, strict=False):
+                if is_held and isinstance(each, slice) and each.start in (None, 0) and each.stop == length < size:
                     self._refuse(
                         f"takes the first {length} rows of a parameter or buffer of shape {tuple(tensor.shape)}",
                         "index it with torch.arange(length) + stratagem_parallel.context_offset(length)",
@@ -176,15 +176,8 @@ class PositionChecks(TorchFunctionMode):
 
     def _is_part(self, tensor: Tensor) -> bool:
         dim, length = self.axis.dim, self.axis.length
-        return (
-            isinstance(tensor, Tensor)
-            and tensor.dim() > dim
-            and tensor.shape[dim] in (length, length + 1)
-            and length > 1
-        )
-
-    def _is_held(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) or id(tensor) in self.axis.buffers()
+        is_sequence = isinstance(tensor, Tensor) and tensor.dim() > dim
+        return is_sequence and tensor.shape[dim] in (length, length + 1) and length > 1
 
     def _refuse(self, found: str, do: str = "") -> None:
         raise ConfigError(
@@ -210,10 +203,6 @@ def _aligned(index: tuple[Any, ...], dims: int) -> list[Any]:
     return found
 
 
-def _takes_first(each: slice, length: int, tensor: Tensor, place: int) -> bool:
-    return place < tensor.dim() and each.start in (None, 0) and each.stop == length < tensor.shape[place]
-
-
 def _shown(each: slice) -> str:
     start, stop = ("" if value is None else value for value in (each.start, each.stop))
     return f"[{start}:{stop}]" if each.step in (None, 1) else f"[{start}:{stop}:{each.step}]"
@@ -221,8 +210,7 @@ def _shown(each: slice) -> str:
 
 def _caller() -> str:
     """Return the function and line of the call, outside of torch and of this package."""
-    own, torch_folder = str(Path(__file__).parents[2]), os.path.dirname(torch.__file__)
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((own, torch_folder)):
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", "stratagem_parallel")):
         frame = frame.f_back
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

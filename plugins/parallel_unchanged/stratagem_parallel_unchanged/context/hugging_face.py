@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem_parallel.context.axis import ContextAxis
+    from stratagem_parallel.context.part import Part
 
 
 def models_of(module: nn.Module) -> list[nn.Module]:
@@ -35,7 +35,7 @@ def models_of(module: nn.Module) -> list[nn.Module]:
 class HuggingFaceModels:
     """The hooks of the models of Hugging Face within `module`."""
 
-    def __init__(self, module: nn.Module, axis: ContextAxis) -> None:
+    def __init__(self, module: nn.Module, axis: Part) -> None:
         self.axis = axis
         #: The models and how they computed attention.
         self._used: list[Any] = [(model, _attention_of(model)) for model in models_of(module)]
@@ -46,6 +46,9 @@ class HuggingFaceModels:
         self._documents: Tensor | None = None
         #: How models number positions, if not from 0 on.
         self._numbers = {model: _numbering(model) for model, _ in self._used}
+        self._causal = {
+            each for each in self._numbers if any(getattr(part, "is_causal", False) for part in each.modules())
+        }
         for model in self._numbers:
             self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
             self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
@@ -99,13 +102,15 @@ class HuggingFaceModels:
         if not isinstance(tokens, Tensor):
             return None
         mask, self._documents = given.get("attention_mask"), None
-        if mask is None and "position_ids" in given and given["position_ids"].dim() == 2 and _is_causal(model):
-            self._documents = self._packed(given["position_ids"])
-            if self._documents is not None:
-                given["attention_mask"] = torch.ones_like(given["position_ids"])
-        if "position_ids" not in given and "position_ids" in parameters:
+        positions = given.get("position_ids")
+        if positions is None and "position_ids" in parameters:
             given["position_ids"] = self._positions(model, tokens, mask)
-        if "labels" in given and "shift_labels" not in given and _shifts_labels(model):
+        elif positions is not None and mask is None and positions.dim() == 2 and model in self._causal:
+            self._documents = self._packed(positions)
+            if self._documents is not None:
+                given["attention_mask"] = torch.ones_like(positions)
+        shifts = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+        if shifts and "labels" in given and "shift_labels" not in given:
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 raise ConfigError(
                     f"{type(model).__name__} shifts labels itself, and strategy.parallel.context cuts sequences",
@@ -162,11 +167,3 @@ def _attention_of(model: Any) -> str:
     if used != "sdpa":
         model.set_attn_implementation("sdpa")
     return used
-
-
-def _is_causal(model: nn.Module) -> bool:
-    return any(getattr(module, "is_causal", False) for module in model.modules())
-
-
-def _shifts_labels(model: Any) -> bool:
-    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"

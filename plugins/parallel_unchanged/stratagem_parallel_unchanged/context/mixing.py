@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from stratagem_parallel.target_numbers import mean_over_targets, reduction_of
 
 if TYPE_CHECKING:
-    from stratagem_parallel.context.axis import ContextAxis
+    from stratagem_parallel.context.part import Part
 
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
 
 
-def of_operation(name: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def of_operation(name: str, args: Arguments, options: Options, axis: Part) -> str:
     """Return how the function `name` of torch mixes positions of a part."""
     check = _CHECKS.get(name)
     if check is None or axis.length < 2:
@@ -37,7 +37,7 @@ def of_operation(name: str, args: Arguments, options: Options, axis: ContextAxis
     return ""
 
 
-def is_flat(tensor: Tensor, axis: ContextAxis) -> bool:
+def is_flat(tensor: Tensor, axis: Part) -> bool:
     """Return whether the first dimension of `tensor` counts the positions of all samples."""
     return tensor.dim() > 0 and axis.dim > 0 and tensor.shape[0] == axis.samples * axis.length
 
@@ -55,7 +55,7 @@ def _argument(args: Arguments, options: Options, place: int, name: str, default:
 # --- Norms -----------------------------------------------------------------------------------------------------------
 
 
-def _norm(name: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def _norm(name: str, args: Arguments, options: Options, axis: Part) -> str:
     tensor = _argument(args, options, 0, "input")
     if name == "batch_norm" and not _argument(args, options, 5, "training", False):
         return ""
@@ -65,7 +65,7 @@ def _norm(name: str, args: Arguments, options: Options, axis: ContextAxis) -> st
     return f"computes the statistics of {name} over positions of each part" if over_positions else ""
 
 
-def _last_norm(name: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def _last_norm(name: str, args: Arguments, options: Options, axis: Part) -> str:
     tensor, shape = args[0], _argument(args, options, 1, "normalized_shape", ())
     first = tensor.dim() - len(tuple(shape))
     mixes = first <= axis.dim < tensor.dim() and tensor.shape[axis.dim] == axis.length and first < tensor.dim() - 1
@@ -75,14 +75,14 @@ def _last_norm(name: str, args: Arguments, options: Options, axis: ContextAxis) 
 # --- Convolutions and pools ------------------------------------------------------------------------------------------
 
 
-def _convolution(name: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def _convolution(name: str, args: Arguments, options: Options, axis: Part) -> str:
     weight = _argument(args, options, 1, "weight")
     stride = _argument(args, options, 3, "stride", 1)
     spatial = int(name[-2])
     return _windows(name, args[0], tuple(weight.shape[-spatial:]), stride, 0, axis)
 
 
-def _pool(name: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def _pool(name: str, args: Arguments, options: Options, axis: Part) -> str:
     place = 2 if name.startswith("lp_pool") else 1
     kernel = _argument(args, options, place, "kernel_size")
     stride = _argument(args, options, place + 1, "stride")
@@ -90,7 +90,7 @@ def _pool(name: str, args: Arguments, options: Options, axis: ContextAxis) -> st
     return _windows(name, args[0], kernel, kernel if stride is None else stride, padding, axis)
 
 
-def _windows(name: str, tensor: Tensor, kernels: Any, strides: Any, paddings: Any, axis: ContextAxis) -> str:
+def _windows(name: str, tensor: Tensor, kernels: Any, strides: Any, paddings: Any, axis: Part) -> str:
     """Return whether windows along a dimension of positions reach over the end of a part."""
     spatial = int(name.replace("_with_indices", "")[-2])
     for place in range(spatial):
@@ -103,7 +103,7 @@ def _windows(name: str, tensor: Tensor, kernels: Any, strides: Any, paddings: An
     return ""
 
 
-def _resized(name: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def _resized(name: str, args: Arguments, options: Options, axis: Part) -> str:
     tensor = _argument(args, options, 0, "input")
     return f"computes {name} over positions of each part" if axis.length in tensor.shape[2:] else ""
 
@@ -117,7 +117,7 @@ def _at(value: Any, place: int) -> Any:
 # --- Products --------------------------------------------------------------------------------------------------------
 
 
-def _product(name: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def _product(name: str, args: Arguments, options: Options, axis: Part) -> str:
     first, second = (args[1], args[2]) if name == "baddbmm" else (args[0], _argument(args, options, 1, "other"))
     if second is None:
         second = options.get("mat2")
@@ -131,7 +131,7 @@ def _product(name: str, args: Arguments, options: Options, axis: ContextAxis) ->
     return "sums over positions of each part in a product" if sums and not alone else ""
 
 
-def _einsum(_: str, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def _einsum(_: str, args: Arguments, options: Options, axis: Part) -> str:
     equation = args[0] if args else options.get("equation")
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if not isinstance(equation, str) or "." in equation:
@@ -149,7 +149,7 @@ def _einsum(_: str, args: Arguments, options: Options, axis: ContextAxis) -> str
     return ""
 
 
-_CHECKS: dict[str, Callable[[str, Arguments, Options, ContextAxis], str]] = {
+_CHECKS: dict[str, Callable[[str, Arguments, Options, Part], str]] = {
     **dict.fromkeys(("batch_norm", "instance_norm", "group_norm"), _norm),
     **dict.fromkeys(("layer_norm", "rms_norm"), _last_norm),
     **{f"conv{transposed}{spatial}d": _convolution for transposed in ("", "_transpose") for spatial in (1, 2, 3)},
@@ -166,7 +166,7 @@ _CHECKS: dict[str, Callable[[str, Arguments, Options, ContextAxis], str]] = {
 # --- Losses whose mean over ranks is not that of whole sequences -----------------------------------------------------
 
 
-def sum_over_positions(function: Any, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def sum_over_positions(function: Any, args: Arguments, options: Options, axis: Part) -> str:
     """Return how `function` sums or selects positions of a loss; an empty string if it does not."""
     name, tensor = getattr(function, "__name__", ""), args[0] if args else options.get("input")
     if not isinstance(tensor, Tensor) or axis.length < 2 or not tensor.requires_grad:
@@ -188,13 +188,13 @@ def sum_over_positions(function: Any, args: Arguments, options: Options, axis: C
     return ""
 
 
-def kept_loss(function: Any, args: Arguments, options: Options, axis: ContextAxis) -> str:
+def kept_loss(function: Any, args: Arguments, options: Options, axis: Part) -> str:
     """Return which loss `function` is, if it is called under a reference that the step kept."""
     kept = next((each for each in axis.losses if function is each or function is each.loss), None)
     return kept.__name__ if kept is not None and mean_over_targets(kept.loss, args, dict(options)) is not None else ""
 
 
-def _has_positions(tensor: Tensor, axis: ContextAxis) -> bool:
+def _has_positions(tensor: Tensor, axis: Part) -> bool:
     if is_flat(tensor, axis):
         return True
     shape = tensor.shape

@@ -12,6 +12,7 @@ from attrs import frozen
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
+from stratagem_parallel.placement import cut_axes
 from stratagem_parallel.plan import plan_of
 from stratagem_parallel_unchanged.tensor import rules as rules  # slices need them
 from stratagem_parallel_unchanged.tensor.copies import without_marks
@@ -135,7 +136,8 @@ def named_use(user: nn.Module) -> Iterator[None]:
         if not is_sharded_use(error):
             raise
         used = {id(tensor) for tensor in tensors_in_use(error)}
-        names = [name for name, parameter in user.named_parameters() if id(parameter) in used and _is_cut(parameter)]
+        named = [(name, each) for name, each in user.named_parameters() if "tensor" in cut_axes(each)]
+        names = [name for name, each in named if id(each) in used]
         if not names:
             raise ConfigError(
                 "an operation outside of layers got plain tensors and parameters that are cut over "
@@ -151,7 +153,3 @@ def named_use(user: nn.Module) -> Iterator[None]:
         ) from error
     finally:
         line.sharing.forget()
-
-
-def _is_cut(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())

@@ -43,7 +43,8 @@ def styled(module: nn.Module, plan: Plan, line: Line, where: str) -> Styled:
                 do="leave the layer out of the plan",
             )
         if isinstance(wanted, ParallelStyle):
-            _check_hooks(part, name, [key for key, _ in part.named_parameters()])
+            for key, tensor in part.named_parameters():
+                check_no_hooks(tensor, f"{name}.{key}", "tensor")
             found[name] = part, Foreign(line, by_sequence), wanted
             continue
         kind = style_class(wanted, part)
@@ -57,7 +58,9 @@ def styled(module: nn.Module, plan: Plan, line: Line, where: str) -> Styled:
             check_embedding(part, name, where)
         _check_plain(part, name, wanted, kind, where)
         _check_sizes(part, name, wanted, kind, line, where)
-        _check_hooks(part, name, [key for key in kind.cuts if part._parameters.get(key) is not None])
+        for key in kind.cuts:
+            if (parameter := part._parameters.get(key)) is not None:
+                check_no_hooks(parameter, f"{name}.{key}", "tensor")
         found[name] = part, kind(line, by_sequence), None
     _check_tied(module, found, where)
     closed = {name.rpartition(".")[0] for name, (_, style, _) in found.items() if isinstance(style, Rowwise)}
@@ -75,11 +78,6 @@ def _check_plain(part: nn.Module, name: str, wanted: str, kind: type[Style], whe
                 expected="a layer without weight_norm, spectral_norm, pruning or another parametrization",
                 do="leave the layer out of the plan, or remove its parametrization",
             )
-
-
-def _check_hooks(part: nn.Module, name: str, cut: list[str]) -> None:
-    for key in cut:
-        check_no_hooks(part.get_parameter(key), f"{name}.{key}", "tensor")
 
 
 def _check_sizes(part: nn.Module, name: str, wanted: str, kind: type[Style], line: Line, where: str) -> None:

@@ -86,12 +86,18 @@ def apply(name: str, func: Any, args: Arguments, options: Options) -> Any:
         if name == "register_hook":
             return args[0].register_hook(hook_of_slices(args[1], args[0]))
         return getattr(args[0], name)(*args[1:], **options)
+    is_copy = bool(args) and isinstance(args[0], Slice) and args[0].copied
+    if is_copy and writes(name) and not name.startswith("__i"):
+        raise unwritable(name)
     try:
-        if isinstance(func, torch._ops.OpOverload):
-            return _overload(func, args, options)
-        return _by_rule(name, func, args, options)
+        is_overload = isinstance(func, torch._ops.OpOverload)
+        out = _overload(func, args, options) if is_overload else _by_rule(name, func, args, options)
     except NoRule:
         return _of_whole(name, func, args, options)
+    if is_copy and is_view(func, args):
+        for each in out if isinstance(out, tuple) else (out,):
+            each.copied = True
+    return out
 
 
 def _overload(func: Any, args: Arguments, options: Options) -> Any:
@@ -370,14 +376,6 @@ def _size(_func: Any, args: Arguments, options: Options) -> Any:
     return shape_of(args[0]) if dim is None else shape_of(args[0])[dim]
 
 
-def _numel(_func: Any, args: Arguments, _options: Options) -> int:
-    return numel_of(args[0])
-
-
-def _length(_func: Any, args: Arguments, _options: Options) -> int:
-    return shape_of(args[0])[0]
-
-
 def _described(_func: Any, args: Arguments, _options: Options) -> str:
     made = args[0]
     return f"Slice(shape={tuple(shape_of(made))}, cut={made.cut}, dtype={made.dtype})"
@@ -386,9 +384,9 @@ def _described(_func: Any, args: Arguments, _options: Options) -> str:
 _RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
     **shapes.RULES,
     "size": _size,
-    "numel": _numel,
-    "nelement": _numel,
-    "__len__": _length,
+    "numel": lambda _, args, __: numel_of(args[0]),
+    "nelement": lambda _, args, __: numel_of(args[0]),
+    "__len__": lambda _, args, __: shape_of(args[0])[0],
     "__repr__": _described,
     "grad": _gradients,
     "backward": _backward,

@@ -19,7 +19,9 @@ def _cut_again(value: Tensor, dim: int, line: Line) -> Slice:
     size = value.shape[dim]
     if size % line.size:
         raise NoRule
-    return as_slice(part_of(value, dim, line).contiguous(), dim, size, line)
+    made = as_slice(part_of(value, dim, line).contiguous(), dim, size, line)
+    made.copied = True
+    return made
 
 
 def _reshaped(made: Slice, shape: list[int]) -> Slice:

@@ -34,6 +34,8 @@ class Slice(torch.Tensor):
     whole_size: int
     #: The `moves.Line` of the ranks that hold the other parts.
     line: Any
+    #: Whether it is a copy that stands for a view, to which a program must not write.
+    copied = False
     #: Applies a function of torch with this name: `rules` sets it.
     apply: ClassVar[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]]
     #: Sizes of what enters a compiled graph are not symbols: a graph would ask this class for them.
