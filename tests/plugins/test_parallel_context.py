@@ -403,6 +403,10 @@ REFUSED = {
     "rows of a parameter": (lambda module, x: module.positions[:, : x.shape[1]], "first 4 rows of a parameter"),
     "shift": (lambda _, x: _zero(x[:, 1:]), "[1:]"),
     "last": (lambda _, x: _zero(x[:, -1]), "position -1"),
+    "no sequence": (
+        lambda _, x: nn.functional.linear(x.mT, torch.ones(8, 8)).mT,
+        "training_step fails where strategy.parallel.context cuts dimension 1",
+    ),
     "pooling": (lambda _, x: x.mean(1, keepdim=True), "mean over the positions"),
     "by hand": (_by_hand, "softmax"),
     "weights": (

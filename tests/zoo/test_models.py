@@ -36,6 +36,7 @@ GPT2 = {
     "n_positions": 32,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "use_cache": False,
 }
 T5 = {
     "vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 4,

@@ -27,7 +27,7 @@ HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "head
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 
 
-def derived(module: nn.Module, size: int) -> Plan:
+def derived(module: nn.Module, size: int, *, with_experts: bool = True) -> Plan:
     """Return a plan for `module` over `size` ranks.
 
     Raises:
@@ -49,7 +49,7 @@ def derived(module: nn.Module, size: int) -> Plan:
             else:
                 found |= dict.fromkeys(parts.values(), "colwise") | {layers[second]: "rowwise"}
     plan = {name: found[part] for part, name in names.items() if part in found}
-    plan |= {name: EXPERTS for part, name in names.items() if _has_experts(part, size)}
+    plan |= {name: EXPERTS for part, name in names.items() if with_experts and _has_experts(part, size)}
     plan |= _vocabulary(module, plan, held, size)
     if not plan:
         reason = f": {'; '.join(left_out)}" if left_out else ""

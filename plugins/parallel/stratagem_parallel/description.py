@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -169,7 +168,8 @@ def _ranges(names: Sequence[str], every: Sequence[str] = ()) -> list[str]:
         elif set(existing) == set(alike):
             found.append(pattern)
         else:
-            found += itertools.chain(*(_joined(run) for run in _runs(alike)))
+            for run in _runs(alike):
+                found += run if len(run) < 3 else [f"{run[0]} to {run[-1]}"]
     return found
 
 
@@ -185,10 +185,6 @@ def _runs(names: Sequence[str]) -> list[list[str]]:
         else:
             runs.append([name])
     return runs
-
-
-def _joined(run: list[str]) -> list[str]:
-    return run if len(run) < 3 else [f"{run[0]} to {run[-1]}"]
 
 
 def _numbers(name: str) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field, fields
+from attrs.validators import optional
 
 from stratagem.api import (
     CLOSURE_OPTIMIZERS,
@@ -73,11 +74,6 @@ def _is_mode(_: Any, __: Any, value: Any) -> None:
         )  # fmt: skip
 
 
-def _is_count(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if value is not None:
-        at_least(1)(_, attribute, value)
-
-
 @define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
 class ParallelOptions(ProcessGroupStrategy):
     """The options, checked when they are set, and the answers that depend on them alone."""
@@ -121,7 +117,7 @@ class ParallelOptions(ProcessGroupStrategy):
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
 
     #: The number of micro-batches into which `pipeline` divides a batch; by default one for each stage.
-    microbatches: int | None = field(default=None, validator=_is_count)
+    microbatches: int | None = field(default=None, validator=optional(at_least(1)))
     #: How many of the pipelined layers each stage has: a list, "balance_by_size", or "balance_by_time", which measures
     #: those of an nn.Sequential with the module's `example_input_array`.
     balance: Any = field(

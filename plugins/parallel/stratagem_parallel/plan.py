@@ -21,11 +21,12 @@ WHOLE = ("sequence", "replicate")
 NAMES = (*CUTTING, *WHOLE)
 
 
-def plan_of(module: nn.Module, option: Any, size: int) -> tuple[Plan, str]:
+def plan_of(module: nn.Module, option: Any, size: int, *, with_experts: bool = True) -> tuple[Plan, str]:
     """Return the plan for `module` over `size` ranks by names of layers, and what gave it.
 
     Args:
         option: ``strategy.parallel.plan``.
+        with_experts: whether experts are to be cut, too: no other axis divides them.
 
     Raises:
         ConfigError: a plan with a mistake, or no layers that can be cut.
@@ -38,7 +39,7 @@ def plan_of(module: nn.Module, option: Any, size: int) -> tuple[Plan, str]:
         return matched(own(), module, where), where
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return {}, f"{type(module).__name__}.configure_model"
-    return derived(module, size), "strategy.parallel.plan 'auto'"
+    return derived(module, size, with_experts=with_experts), "strategy.parallel.plan 'auto'"
 
 
 def matched(plan: Any, module: nn.Module, where: str) -> Plan:

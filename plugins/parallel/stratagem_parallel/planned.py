@@ -37,7 +37,8 @@ def layout(options: Any, mesh: Mesh, module: nn.Module | None, times: Timeline |
     by_rank: list[Held | None] = [None] * world_size
     stages = None if module is None else _stages(options, mesh, module)
     if module is not None and stages is not None:
-        cut = plan_of(module, options.plan, mesh.size("tensor"))[0] if mesh.size("tensor") > 1 else {}
+        tensor, alone = mesh.size("tensor"), mesh.size("expert") == 1
+        cut = plan_of(module, options.plan, tensor, with_experts=alone)[0] if tensor > 1 else {}
         by_rank = [_held(Mesh(axes=mesh.axes, rank=rank), module, stages, set(cut)) for rank in range(world_size)]
     num_bytes = max((has.num_bytes for has in by_rank if has is not None), default=0)
     return described(mesh, by_rank, module, expected_messages(mesh, num_bytes), times)

@@ -124,7 +124,9 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         self._stop_averaging()
         root = wrapped_earlier(user, _WRAPPED, self._device_mesh, was="cut") or module
         self._connect_layers(user, run)
-        self._share_random_numbers(run)
+        over = self._groups.over("pipeline", "context", "tensor")
+        if over.world_size > 1:  # ranks that read the same samples draw the same numbers
+            restore_random_state(over.broadcast_object(random_state(run.devices)), run.devices)
         self._open_pipeline(user, run)
         if self._expert is not None:
             self._expert.find(user, self.plan)
@@ -185,7 +187,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
                 do="give the model with Trainer(compile=True)",
             )
         tensor.share_parts(user, self._groups.over(*(axis_of(size) for size in SIZES if size != "tensor")))
-        self._layers = tensor.cut_layers(user, self.plan, over, mesh, fill)
+        self._layers = tensor.cut_layers(user, self.plan, over, mesh, fill, with_experts=self._expert is None)
         if self._layers and self.plan in (None, "auto"):
             run.print(tensor.described(self._layers, user, over.world_size))
         module.register_forward_hook(tensor.whole_outputs)
@@ -193,12 +195,6 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
     def _connect_layers(self, user: nn.Module, run: RunContext) -> None:
         if self._mesh.size("tensor") > 1:
             on_demand.tensor().connect(user, self._groups.over("tensor"), traced=run.provides(COMPILATION))
-
-    def _share_random_numbers(self, run: RunContext) -> None:
-        """Give ranks that read the same samples the same random numbers. Collective."""
-        over = self._groups.over("pipeline", "context", "tensor")
-        if over.world_size > 1:
-            restore_random_state(over.broadcast_object(random_state(run.devices)), run.devices)
 
     def _average(self, user: nn.Module, run: RunContext) -> None:
         """Have gradients averaged over the ranks that read other samples, or other parts of them. Collective.

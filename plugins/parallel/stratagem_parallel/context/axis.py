@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, StratagemError
 from stratagem_parallel import on_demand
 from stratagem_parallel.context.batch import part_of, tensors_of, tensors_to_cut
 from stratagem_parallel.context.functions import Replacements
@@ -182,7 +182,17 @@ class ContextAxis(Part):
                 stack.enter_context(on_demand.sequences().PositionChecks(self).checking())
             if stage != "train" and run.module is not None:
                 self.compare(run.module, stage, 0, run)
-            yield
+            try:
+                yield
+            except Exception as raised:
+                if isinstance(raised, StratagemError) or on_demand.sequences().FAILS not in self._named:
+                    raise
+                raise ConfigError(
+                    f"{_METHODS.get(stage, stage)} fails where strategy.parallel.context cuts dimension {self.dim} of "
+                    f"the batch, and not on whole batches: {raised}",
+                    expected="batches of sequences",
+                    do="set strategy.parallel.context_dim or context_tensors, or use another axis",
+                ) from raised
         if self._difference is not None:
             error, self._difference = self._difference, None
             raise error

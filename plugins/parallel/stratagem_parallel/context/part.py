@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from stratagem_parallel.context.attention import SequenceAttention
@@ -38,7 +37,8 @@ class Part:
         replaced: list[Any] = [self.attention, *self.losses]
         for each in replaced:
             each.is_active = lambda: self.is_running
-        self.module: nn.Module | None = None
+        #: The model.
+        self.module: Any = None
         #: The step that runs uses `context_offset`, and `context_mean` or `context_sum`.
         self.knows_offset = self.knows_sums = False
         #: The step that runs uses `local_attention`: it is another computation than that of whole sequences.
@@ -48,7 +48,3 @@ class Part:
     def is_running(self) -> bool:
         """Whether the step runs."""
         return bool(running) and running[-1] is self
-
-    def buffers(self) -> set[int]:
-        """Return the ids of the buffers of the model."""
-        return {id(buffer) for buffer in self.module.buffers()} if self.module is not None else set()

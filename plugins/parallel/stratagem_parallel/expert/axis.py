@@ -126,8 +126,9 @@ def _check(name: str, module: nn.Module, size: int, names: dict[int, list[str]])
     number = getattr(module, "num_experts", None)
     rows = {parameter.shape[0] if parameter.dim() else 0 for parameter in parameters.values()}
     if not isinstance(number, int) or rows != {number}:
+        shapes = ", ".join(f"{key} {tuple(each.shape)}" for key, each in parameters.items()) or "none"
         raise ConfigError(
-            f"{name} has style 'expert', num_experts {number} and parameters {_shapes(parameters)}",
+            f"{name} has style 'expert', num_experts {number} and parameters {shapes}",
             expected="an attribute num_experts, and parameters of shape (num_experts, ...)",
             do="stack the parameters of its experts: a list of modules cannot be divided",
         )
@@ -156,8 +157,3 @@ def _names_of_parameters(user: nn.Module) -> dict[int, list[str]]:
     for name, parameter in user.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
-
-
-def _shapes(parameters: dict[str, nn.Parameter]) -> str:
-    shown = [f"{name} {tuple(parameter.shape)}" for name, parameter in list(parameters.items())[:4]]
-    return (", ".join(shown) or "none") + (" ..." if len(parameters) > 4 else "")

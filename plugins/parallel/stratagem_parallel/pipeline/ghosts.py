@@ -131,13 +131,10 @@ def called_module(user: nn.Module, split_points: list[str]) -> str:
                 expected="names of its modules", do=nearest(name, known),
             )  # fmt: skip
     common = os.path.commonprefix([name.split(".")[:-1] for name in split_points])  # noqa: RUF071 - of lists
-    names = (".".join(common[: count + 1]) for count in range(len(common)))
-    return next((name for name in names if not _is_list(user.get_submodule(name))), "")
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Return whether what is in a module is called, and not the module."""
-    return isinstance(module, _LISTS) and "forward" not in vars(type(module))
+    names = [".".join(common[: count + 1]) for count in range(len(common))]
+    modules = {name: user.get_submodule(name) for name in names}
+    called = (name for name in names if not isinstance(modules[name], _LISTS) or "forward" in vars(type(modules[name])))
+    return next(called, "")
 
 
 class Cut:

@@ -129,7 +129,7 @@ class PositionChecks(TorchFunctionMode):
         dim, length = self.axis.dim, self.axis.length
         indices = _aligned(index if isinstance(index, tuple) else (index,), tensor.dim())
         if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and not tensor.requires_grad and tensor.dim() > 0):
-            is_held = isinstance(tensor, nn.Parameter) or id(tensor) in self.axis.buffers()
+            is_held = isinstance(tensor, nn.Parameter) or any(tensor is each for each in self.axis.module.buffers())
             for each, size in zip(indices, tensor.shape, strict=False):
                 if is_held and isinstance(each, slice) and each.start in (None, 0) and each.stop == length < size:
                     self._refuse(

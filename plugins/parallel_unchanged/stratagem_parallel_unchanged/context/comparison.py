@@ -17,6 +17,8 @@ from stratagem_parallel.parts import different_losses, result_of
 if TYPE_CHECKING:
     from stratagem.api import Collectives, RunContext
 
+#: Stands for a method that fails on parts alone.
+FAILS = "fails on parts"
 #: Positions of a part that are compared, at most.
 POSITIONS = 64
 #: Parameters whose gradients are compared, and how many numbers one may have: they are sent.
@@ -45,6 +47,8 @@ def difference(
         of_whole = result_of(whole, user, run, some)
     of_part = of_whole if of_whole.problem else result_of(parts, user, run, some)
     found = over.all_gather_object((of_whole, of_part))
+    if of_part.problem and not of_whole.problem:
+        named.add(FAILS)
     if not wanted():
         return None
     option = "strategy.parallel.context"

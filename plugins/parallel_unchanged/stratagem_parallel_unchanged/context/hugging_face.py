@@ -40,8 +40,10 @@ class HuggingFaceModels:
         #: The models and how they computed attention.
         self._used: list[Any] = [(model, _attention_of(model)) for model in models_of(module)]
         self._handles: list[Any] = []
-        #: How transformers builds masks, while a model is called.
+        #: How transformers builds masks and finds documents, while a model is called.
         self._builds: Any = None
+        self._finds: Any = None
+        self._masking: Any = sys.modules.get("transformers.masking_utils")
         #: The document of each position of whole sequences, if several are packed into one.
         self._documents: Tensor | None = None
         #: How models number positions, if not from 0 on.
@@ -66,16 +68,17 @@ class HuggingFaceModels:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.axis.is_running:
             return None
-        masks = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
+        masks = self._masking.ALL_MASK_ATTENTION_FUNCTIONS
         self._builds, masks["sdpa"] = masks["sdpa"], self._mask
+        self._finds, self._masking.find_packed_sequence_indices = self._masking.find_packed_sequence_indices, _none
         with torch._C.DisableTorchFunction():  # what follows knows that sequences are cut
             return self._arguments(model, args, kwargs)
 
     @torch._disable_dynamo
     def _after_forward(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         if self._builds is not None:
-            sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = self._builds
-            self._builds = None
+            self._masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = self._builds
+            self._masking.find_packed_sequence_indices, self._builds = self._finds, None
 
     @torch._disable_dynamo
     def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
@@ -107,15 +110,8 @@ class HuggingFaceModels:
             given["position_ids"] = self._positions(model, tokens, mask)
         elif positions is not None and mask is None and positions.dim() == 2 and model in self._causal:
             self._documents = self._packed(positions)
-            if self._documents is not None:
-                given["attention_mask"] = torch.ones_like(positions)
         shifts = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
         if shifts and "labels" in given and "shift_labels" not in given:
-            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-                raise ConfigError(
-                    f"{type(model).__name__} shifts labels itself, and strategy.parallel.context cuts sequences",
-                    expected="a forward that takes shift_labels", do="compute the loss from its logits",
-                )  # fmt: skip
             following = self._whole(given["labels"])[:, 1:]
             given["shift_labels"] = self._own(nn.functional.pad(following, (0, 1), value=-100))
         return (), given
@@ -141,6 +137,10 @@ class HuggingFaceModels:
     def _own(self, whole: Tensor) -> Tensor:
         """Return this rank's part of `whole` sequences."""
         return whole.tensor_split(self.axis.over.world_size, 1)[self.axis.over.rank].contiguous()
+
+
+def _none(*_: Any) -> None:
+    """Stand for transformers' search for packed documents, which would look at a part alone."""
 
 
 def _numbering(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor] | None:

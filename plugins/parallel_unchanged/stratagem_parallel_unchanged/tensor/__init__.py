@@ -40,20 +40,22 @@ _BUFFERS = "_stratagem_tensor_buffers"
 
 
 def cut_layers(
-    user: nn.Module, option: Any, over: Collectives, mesh: DeviceMesh, fill: Callable[[nn.Module], None]
-) -> dict[str, Any]:
+    user: nn.Module, option: Any, over: Collectives, mesh: DeviceMesh, fill: Callable[[nn.Module], None], *,
+    with_experts: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Cut the layers of `user` that its plan names over the ranks of `over`; return the styles by name. Collective.
 
     Args:
         option: ``strategy.parallel.plan``.
         mesh: torch's mesh of these ranks.
         fill: gives values to a part of the model that was built without.
+        with_experts: as in `plan_of`.
 
     Raises:
         ConfigError: a plan with a mistake, or none at all.
     """
     line = Line(over, mesh)
-    plan, where = plan_of(user, option, line.size)
+    plan, where = plan_of(user, option, line.size, with_experts=with_experts)
     cut(user, styled(user, plan, line, where), line, fill)
     user.__dict__ |= {_LINE: line, _BUFFERS: [part._buffers for part in user.modules() if part._buffers]}
     return plan

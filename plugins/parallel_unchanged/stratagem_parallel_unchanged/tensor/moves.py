@@ -171,9 +171,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 def _own(gradient: Tensor) -> Tensor:
     """Return a gradient as a plain tensor: a program's own function of autograd may return a slice."""
-    if not isinstance(gradient, Slice):
-        return gradient
-    return part_of_slice(gradient)
+    return part_of_slice(gradient) if isinstance(gradient, Slice) else gradient
 
 
 class _SumOfGradients(torch.autograd.Function):
