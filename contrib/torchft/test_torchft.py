@@ -8,11 +8,13 @@ import contextlib
 import ctypes
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import time
 import traceback
+import urllib.request
 
 import pytest
 import torch
@@ -162,7 +164,6 @@ class Recorded(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self):
-        (self.folder / f"here-{os.environ['REPLICA_GROUP_ID']}-{os.getpid()}").touch()
         if self.begins_alone and os.environ["REPLICA_GROUP_ID"] != "0":
             wait_until((self.folder / "began").exists)
 
@@ -175,13 +176,17 @@ class Recorded(Net):
         self.seen.append((self.trainer.current_epoch, batch_idx, [round(float(x), 5) for x in batch[0][:, 0]]))
         if self.dies_at == (self.trainer.current_epoch, batch_idx):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.05)  # so that the others come within the epoch
-        if (self.trainer.current_epoch, batch_idx) in ((0, 0), (1, 3)):
+        if count := {(0, 0): 2, (1, 3): 3}.get((self.trainer.current_epoch, batch_idx)):
             if batch_idx:
                 (self.folder / "moved on").touch()
-            count = 2 if batch_idx == 0 else 3
-            wait_until(lambda: len(list(self.folder.glob("here-*"))) >= count)
+            wait_until(lambda: len(known_replicas()) >= count)  # the next quorum waits for them
         return super().training_step(batch[:2], batch_idx)
+
+
+def known_replicas():
+    """Return the names of all replicas that the lighthouse has heard, each life with one of its own."""
+    with urllib.request.urlopen(f"http://{os.environ['TORCHFT_LIGHTHOUSE']}/status") as page:
+        return set(re.findall(r"stratagem_\d+:[\w-]+", page.read().decode()))
 
 
 def wait_until(holds, limit_s=300):
@@ -222,11 +227,9 @@ def train_for_life(rank, world_size, folder, options, arguments, needs_both=Fals
         model = Recorded(rank + 10 * life, folder, dies_at, begins_alone=not needs_both)
         trainer = trainer_of(options=options, max_epochs=3, **arguments)
         trainer.fit(model, loader_of(joined_batches(16, 8), 4, shuffle=True))
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        position = trainer.position
         return {
-            "weights": weights(model), "seen": model.seen, "at_start": model.at_start, "lr": rate,
-            "steps": trainer.global_step, "skipped": position.skipped_steps,
+            "weights": weights(model), "seen": model.seen, "at_start": model.at_start, "steps": trainer.global_step,
+            "skipped": trainer.position.skipped_steps, "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "momentum": [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()],
         }  # fmt: skip
 
