@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -30,10 +29,6 @@ EVERY_PUSH = "not gpu and not sweep"
 
 #: Changed files that affect no test, as far as --changed can tell.
 WITHOUT_TESTS = pytest.StashKey()
-
-# A shell's background job ignores Ctrl-C, and so would the programs that tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hundreds of tests start programs: each would compile these sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

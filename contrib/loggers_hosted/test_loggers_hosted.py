@@ -33,6 +33,7 @@ import stratagem  # noqa: E402
 from stratagem.errors import ConfigError, PluginError  # noqa: E402
 from stratagem.loggers import AimLogger, ClearMLLogger, CometLogger, TrackioLogger  # noqa: E402
 from stratagem_testing import LoggerConformance, run_in_processes  # noqa: E402
+from stratagem_testing.processes import ProcessesFailed  # noqa: E402
 from stratagem_testing.reference import Net, joined_batches  # noqa: E402
 from stratagem_testing.training import share  # noqa: E402
 
@@ -80,6 +81,28 @@ def fit(logger, tmp_path, module=None, **arguments):
 
 def log(logger, metrics, step, tmp_path):
     logger.log_metrics(metrics, step, stratagem.Run(accelerator="cpu", default_root_dir=tmp_path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_run_of_two_ranks(name, tmp_path):
+    """Before this process logs to Aim itself: it forks the ranks."""
+    identities = run_in_processes(_fit, 2, tmp_path, name)
+
+    assert identities[1] is None
+    assert [step for step, _ in history(name, identities[0], tmp_path)] == [1, 2]
+
+
+class Tags(Net):
+    def on_train_start(self):
+        self.logger.experiment.add_tag("from the module")
+
+
+def _fit(rank, size, folder, name):
+    logger = made(name)
+    trainer = stratagem.Trainer(**QUIET, devices=size, max_epochs=1, default_root_dir=folder, logger=logger)
+    trainer.fit(Net() if name in ("trackio", "clearml") else Tags(), share(trainer, joined_batches(2, 8)))
+    trainer.close()
+    return logger.run_id
 
 
 # --- What the libraries find -------------------------------------------------------------------------------------
@@ -233,27 +256,6 @@ def test_clearml_gets_no_zero_for_a_value_that_is_not_finite(tmp_path):
     assert history("clearml", logger.run_id, tmp_path, "a") == [(1, 1.0)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_run_of_two_ranks(name, tmp_path):
-    identities = run_in_processes(_fit, 2, tmp_path, name)
-
-    assert identities[1] is None
-    assert [step for step, _ in history(name, identities[0], tmp_path)] == [1, 2]
-
-
-class Tags(Net):
-    def on_train_start(self):
-        self.logger.experiment.add_tag("from the module")
-
-
-def _fit(rank, size, folder, name):
-    logger = made(name)
-    trainer = stratagem.Trainer(**QUIET, devices=size, max_epochs=1, default_root_dir=folder, logger=logger)
-    trainer.fit(Net() if name in ("trackio", "clearml") else Tags(), share(trainer, joined_batches(2, 8)))
-    trainer.close()
-    return logger.run_id
-
-
 # --- Errors ------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +265,13 @@ def test_a_missing_library_is_an_error_before_training(name, tmp_path, monkeypat
 
     with pytest.raises(PluginError, match=rf'pip install "stratagem-loggers-hosted\[{name}\]"'):
         fit(made(name), tmp_path)
+
+
+def test_aim_in_a_process_forked_from_one_that_logs_to_it_is_refused(tmp_path):
+    log(logger := made("aim"), {"a": 1.0}, 1, tmp_path)
+    logger.close()
+    with pytest.raises(ProcessesFailed, match=r"rank 0 .*'aim' logged before this process was forked.*ddp_spawn"):
+        run_in_processes(_fit, 2, tmp_path, "aim")
 
 
 def test_an_exception_is_in_the_run(tmp_path):

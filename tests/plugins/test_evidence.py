@@ -94,6 +94,10 @@ def _record(rank, world_size, folder):
         dist.group.WORLD.allreduce(torch.ones(()), dist.ReduceOp.SUM).wait()
         with pytest.raises(RuntimeError, match="invalid root rank: 7"):
             dist.broadcast(torch.ones(1), 7)
+        own = dist.ProcessGroup(dist.HashStore(), 0, 1)  # as a library makes it whose ranks are in several runs
+        backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+        own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        own.allreduce([torch.ones(1)]).wait()
         recorder.stop(keep=True)
         dist.all_reduce(torch.ones(1))
 

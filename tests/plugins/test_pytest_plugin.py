@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,7 @@ import textwrap
 import pytest
 import torch
 
-from stratagem_testing.pytest_plugin import pytest_collection_modifyitems
+from stratagem_testing.pytest_plugin import pytest_collection_modifyitems, pytest_configure
 
 
 class Item:
@@ -48,6 +49,20 @@ def test_looking_for_gpus_does_not_initialize_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("is_available was asked"))
 
     pytest_collection_modifyitems([Item()])
+
+
+def test_programs_of_tests_end_on_ctrl_c_where_a_background_job_would_ignore_it(pytestconfig):
+    def after(handler):
+        signal.signal(signal.SIGINT, handler)
+        pytest_configure(pytestconfig)
+        return signal.getsignal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert after(signal.SIG_IGN) is signal.default_int_handler
+        assert after(own := lambda *_: None) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow

@@ -19,13 +19,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from stratagem import errors
 from stratagem.api import Launcher, hookimpl
 from stratagem.api.validators import at_least
 from stratagem.distributed.launched import die_with
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
-from stratagem.errors import ConfigError, LaunchError, StratagemError
+from stratagem.errors import ConfigError, LaunchError
 from stratagem_launchers_local import read_result
+from stratagem_launchers_local.reports import as_error, read_report
 from stratagem_launchers_local.supervision import ending_on_sigterm
 
 if TYPE_CHECKING:
@@ -170,13 +170,13 @@ def _pass_on(lines: IO[str], own: list[str]) -> None:
 
 def _cause(folder: Path, code: int, own: list[str]) -> BaseException:
     """Return the error that ended the processes: not one that only followed from another's."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
-    exits = {report["message"] for report in reports if report["type"] == SystemExit.__name__}
-    if len(exits) == 1 == len({report["type"] for report in reports}) and (stop := min(exits)).isdecimal():
+    reports = [read_report(path) for path in folder.glob("[0-9]*.json")]
+    exits = {report.message for report in reports if report.type == SystemExit.__name__}
+    if len(exits) == 1 == len({report.type for report in reports}) and (stop := min(exits)).isdecimal():
         return SystemExit(int(stop))
-    roots = sorted((report["is_echo"], report["time"], report["rank"], report) for report in reports)
-    if roots and not roots[0][0]:
-        return _as_error(roots[0][-1])
+    root = min(reports, key=lambda report: (report.is_echo, report.time, report.rank), default=None)
+    if root is not None and not root.is_echo:
+        return as_error(root)
     text = "".join(own)
     died = re.search(r"Process name: (\d+)\s+Exit code: (\d+)", text)
     reasons = [line.strip() for line in own if line.strip()]
@@ -187,15 +187,4 @@ def _cause(folder: Path, code: int, own: list[str]) -> BaseException:
         found = f"rank {died[1]} {how} and left no error report"
     error = LaunchError(found, do="check its output, and the kernel log of its machine for an out-of-memory kill")
     error.add_note(f"horovodrun wrote:\n{text.rstrip()}")
-    return error
-
-
-def _as_error(report: dict[str, Any]) -> StratagemError:
-    cls, parts = getattr(errors, report["type"], None), report["parts"]
-    if parts and isinstance(cls, type):
-        error: StratagemError = cls(parts["found"], expected=parts["expected"], do=parts["do"])
-    else:
-        message = f"rank {report['rank']} failed with {report['type']}: {report['message']}"
-        error = LaunchError(message, do="its traceback is below")
-    error.add_note(f"on rank {report['rank']}:\n{report['traceback'].rstrip()}")
     return error

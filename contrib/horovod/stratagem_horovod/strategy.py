@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -43,6 +42,11 @@ class _Kept:
 
     averager: Averager | None = None
 
+    def close(self) -> None:
+        if self.averager is not None:
+            self.averager.close()
+        self.averager = None
+
 
 @define(eq=False, kw_only=True)
 class HorovodStrategy(Strategy):
@@ -81,18 +85,10 @@ class HorovodStrategy(Strategy):
 
     capabilities = Capabilities(
         provides={
-            CLIP_BY_NORM,
-            CLIP_BY_VALUE,
-            CLOSURE_OPTIMIZERS,
-            CUSTOM_CLIPPING,
-            CUSTOM_STEP,
-            FULL_STATE,
-            MANUAL_OPTIMIZATION,
-            MULTI_PROCESS,
-            MULTIPLE_OPTIMIZERS,
-            NO_SYNC,
+            CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE,
+            MANUAL_OPTIMIZATION, MULTI_PROCESS, MULTIPLE_OPTIMIZERS, NO_SYNC,
         }
-    )
+    )  # fmt: skip
 
     def __attrs_post_init__(self) -> None:
         if self.op == "adasum":
@@ -120,6 +116,8 @@ class HorovodStrategy(Strategy):
 
         self._check_timeline(run)
         if run.world_size > 1:
+            if run.environment.simulated:
+                raise ConfigError("strategy.horovod connects processes, and a plan has one", do='plan strategy="ddp"')
             self._started = engine.start(run, self._settings())
         else:
             engine.load()
@@ -128,10 +126,7 @@ class HorovodStrategy(Strategy):
     def teardown(self, run: RunContext) -> None:
         from stratagem_horovod import engine
 
-        kept = self._kept.of(run)
-        if kept.averager is not None:
-            kept.averager.close()
-            kept.averager = None
+        self._kept.of(run).close()
         if self._started:
             self._started = False
             engine.end()
@@ -168,9 +163,7 @@ class HorovodStrategy(Strategy):
         module = module.to(run.device)
         run.collectives.replicate((*module.parameters(), *module.buffers()))
         kept = self._kept.of(run)
-        if kept.averager is not None:
-            kept.averager.close()
-            kept.averager = None
+        kept.close()
         if run.stage == "train" and run.world_size > 1:
             import horovod.torch as hvd
 
@@ -178,9 +171,8 @@ class HorovodStrategy(Strategy):
         return module
 
     def _reduction(self, run: RunContext) -> Reduction:
-        factor = self.gradient_predivide_factor
-        if factor is None:
-            factor = float(run.world_size) if self.compression == "fp16" else 1.0
+        usual = float(run.world_size) if self.compression == "fp16" else 1.0
+        factor = self.gradient_predivide_factor or usual
         return Reduction(
             op=self.op, compress=self.compression == "fp16", predivide=factor, num_groups=self.num_groups,
             sparse_as_dense=self.sparse_as_dense, overlap=self.overlap,
@@ -214,10 +206,5 @@ class HorovodStrategy(Strategy):
     @hookimpl(optionalhook=True)
     def on_validation_start(self, run: RunContext) -> None:
         assert run.module is not None, "wrap_model sets it"
-        _replicate(run.module.buffers(), run)
-
-
-def _replicate(tensors: Iterable[torch.Tensor], run: RunContext) -> None:
-    tensors = list(tensors)
-    if tensors:
-        run.collectives.replicate(tensors)
+        if buffers := list(run.module.buffers()):
+            run.collectives.replicate(buffers)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 from attrs import define
 
+from stratagem.errors import ConfigError
 from stratagem_loggers_hosted.hosted import HostedLogger
 
 
@@ -18,17 +20,26 @@ class AimLogger(HostedLogger):
 
     #: Folder of the repository ``.aim``, or a server such as ``aim://host:53800``; ``default_root_dir`` if not given.
     repo: str | None = None
+    #: The process that opened a run last: the threads of Aim's storage are in it, and not in one that it forks.
+    _opened_by: ClassVar[int | None] = None
 
     def library(self) -> Any:
         """Import aim."""
         import aim
 
+        if self._opened_by not in (None, os.getpid()):
+            raise ConfigError(
+                "logger 'aim' logged before this process was forked, in which Aim's storage waits for a thread forever",
+                expected="processes that do not fork, or none that logs before",
+                do='set strategy="ddp_spawn", or start the program again',
+            )
         return aim
 
     def start(self, version: str | None) -> tuple[Any, str, str]:
         """Open a run of the repository, without terminal output and measurements of the machine."""
         if self.repo is None:
             self.folder.mkdir(parents=True, exist_ok=True)
+        AimLogger._opened_by = os.getpid()
         run = self.library().Run(
             version,
             repo=self.repo or str(self.folder),

@@ -24,11 +24,11 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from stratagem import errors
 from stratagem.api import World
 from stratagem.distributed.process_variables import process_variables
 from stratagem.distributed.rendezvous import LOOPBACK
 from stratagem.errors import ConfigError, LaunchError, StratagemError
+from stratagem_launchers_local.reports import Report, as_error
 from stratagem_ray.placement import Request
 from stratagem_ray.worker import Answer, Place, Worker
 
@@ -294,14 +294,9 @@ def _lost(actor: Actor, error: RayError) -> LaunchError:
 
 
 def _as_error(failure: Mapping[str, Any], actor: Actor) -> StratagemError:
-    """Return the error that a process reported: of its own class if it is one of stratagem's."""
-    cls, parts = getattr(errors, failure["type"], None), failure["parts"]
-    if parts and isinstance(cls, type):
-        error: StratagemError = cls(parts["found"], expected=parts["expected"], do=parts["do"])
-    else:
-        message = f"rank {actor.rank} failed with {failure['type']}: {failure['message']}"
-        error = LaunchError(message, do="its traceback is below")
-    error.add_note(f"{actor}:\n{failure['traceback'].rstrip()}")
+    """Return the error that a process reported, with its place."""
+    error = as_error(Report(**failure))
+    error.add_note(f"by {actor}")
     return error
 
 

@@ -64,7 +64,7 @@ REPLICAS = "torchft:replicas"
 #: The variables of torchft's examples for the number of this replica, and of all.
 _REPLICA_VARIABLE, _COUNT_VARIABLE = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
 _FACTS_BYTES = 1024  # in which the facts that replicas compare are sent
-_PAUSE_S = 0.2  # between two quorums that have too few replicas
+_PAUSE_S = 0.2  # before an exchange is tried again
 
 
 @define(eq=False, kw_only=True)
@@ -198,6 +198,8 @@ class TorchFTStrategy(Strategy):
                 expected="torchft 0.2",
                 do="pip install torchft, or use ddp, which trains without replicas that may fail",
             )
+        if run.environment.simulated:
+            raise ConfigError(f"{self.path} averages with other runs, and a plan is of one", do='plan strategy="ddp"')
         self.place()
         found = lighthouse.find(self.lighthouse, self.path)
         if self._manager is None and run.rank == 0:
@@ -369,13 +371,18 @@ class TorchFTStrategy(Strategy):
             raise self._failure("the replica could not commit a step", error) from error
 
     def _check_patience(self, failed_at: float) -> None:
-        here = self._manager.num_participants()
-        if here >= self.min_replica_size:
-            return
-        if time.monotonic() - failed_at > self.quorum_timeout.total_seconds():
+        here, limit_s = self._manager.num_participants(), self.quorum_timeout.total_seconds()
+        if time.monotonic() - failed_at > limit_s:
+            were = f"{here} replica{'s were' if here != 1 else ' was'} there for {limit_s:g} s"
+            if here >= self.min_replica_size:
+                error, step = self._manager.errored(), self._manager.current_step()
+                reason = str(error or "another process failed").strip().splitlines()[0]
+                raise LaunchError(
+                    f"{were}, and every exchange of {self.path} failed after step {step} ({reason})",
+                    do="look for the cause in the output of all replicas, or raise quorum_timeout",
+                )
             raise LaunchError(
-                f"{self.path}.min_replica_size is {self.min_replica_size} and {here} "
-                f"replica{'s were' if here != 1 else ' was'} there for {self.quorum_timeout.total_seconds():g} s",
+                f"{self.path}.min_replica_size is {self.min_replica_size} and {were}",
                 do="start the others again, raise quorum_timeout, or go on with fewer: lower min_replica_size",
             )
         time.sleep(_PAUSE_S)

@@ -4,8 +4,8 @@
 All functions of torch.distributed that Python code calls end in a method of the class ``ProcessGroup``, however they
 were imported. These methods are replaced once, by ones that first write a record. What C++ code sends is not seen: the
 buckets of DistributedDataParallel, functional collectives of a compiled graph. Messages between two ranks are left out:
-there is no order that all ranks share. Each rank counts the collectives of each group, so those with equal numbers
-belong together.
+there is no order that all ranks share. So are groups that torch does not list: a library made them, and their ranks may
+be in several runs. Each rank counts the collectives of each group, so those with equal numbers belong together.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Recorder:
     def __init__(self, folder: Path, rank: int, phases: tuple[str, ...]) -> None:
         self.folder, self.rank = folder, rank
         self._ring, self._lock = Ring(folder, rank, phases), threading.Lock()
-        #: By torch's name of a group that was used.
-        self._names: dict[str, tuple[str, tuple[int, ...]]] = {}
+        #: By torch's name of a group that was used, which may differ on its ranks: the same name on all of them.
+        self._names: dict[str, str] = {}
         self._codes: list[CodeType] = []
         self._stack: TextIOWrapper | None = None
         #: Whether fatal signals write to this file.
@@ -141,8 +141,17 @@ class Recorder:
     def _add_site(
         self, key: Any, frame: FrameType, op: str, group: Any, tensor: Any, parts: Any, root: int | None
     ) -> None:
+        from torch.distributed.distributed_c10d import _world
+
+        groups: Any = _world.pg_group_ranks
+        if group not in groups:
+            return
+        ranks = tuple(groups[group])
         with self._lock:
-            label, ranks = self._names.get(group.group_name) or self._name(group.group_name, group)
+            # Ranks make their groups in the same order, though they may use them in another one.
+            alike = [other for other, places in groups.items() if tuple(places) == ranks]
+            name = f"{','.join(map(str, ranks))}#{alike.index(group) + 1}"
+            label = self._names.setdefault(group.group_name, name)
             self._codes.append(frame.f_code)  # while it lives no other code has its id
             size = None if tensor is None or not _are_equal(parts, tensor) else tensor.numel()
             dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
@@ -152,19 +161,6 @@ class Recorder:
                 self._ring.add_site(key, Site(op, label, ranks, size, dtype, _place(frame)))
             except OSError:  # a full disk: training goes on without evidence
                 Recorder.active = None
-
-    def _name(self, name: str, group: Any) -> tuple[str, tuple[int, ...]]:
-        """Return the same name for a group on all of its ranks, and these; torch's name may differ on them.
-
-        Its ranks make their groups in the same order, though they may use them in another one.
-        """
-        from torch.distributed.distributed_c10d import _world, get_process_group_ranks
-
-        ranks = tuple(get_process_group_ranks(group))
-        groups: Any = _world.pg_group_ranks
-        alike = [other.group_name for other, places in groups.items() if tuple(places) == ranks]
-        self._names[name] = f"{','.join(map(str, ranks))}#{alike.index(name) + 1}", ranks
-        return self._names[name]
 
 
 _TORCH = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")

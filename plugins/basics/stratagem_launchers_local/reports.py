@@ -62,13 +62,13 @@ def root_cause(
     _complete(evidence, {*echo, *(found.rank for found in reports)}, folder, children)
     differ = verdict(evidence, ("differ",)) if not roots or roots[0].parts else None
     if roots and differ is None:
-        return _as_error(roots[0])
+        return as_error(roots[0])
     # Where no process ended silently, ranks that waited in vain have looked around, and know what the others did.
     found = differ or verdict(evidence)
     if reports and reports[0].type == PeerError.__name__ and differ is None:
         ended = verdict(evidence, ("ended", "aborted")) is not None
         found = found if ended and found is not None and found.ranks else None
-    cause = LaunchError(found.found, do=found.do) if found else _as_error(reports[0]) if reports else None
+    cause = LaunchError(found.found, do=found.do) if found else as_error(reports[0]) if reports else None
     if cause is not None:
         keep(folder, evidence, cause)
     return cause
@@ -89,7 +89,8 @@ def read_report(path: Path) -> Report:
     return Report(**json.loads(path.read_text()))
 
 
-def _as_error(found: Report) -> StratagemError:
+def as_error(found: Report) -> StratagemError:
+    """Return the reported error: of its own class if it is one of stratagem's. Its note has the traceback."""
     note = f"on rank {found.rank}:\n{found.traceback.rstrip()}"
     cls = getattr(errors, found.type, None)
     if found.parts and isinstance(cls, type):

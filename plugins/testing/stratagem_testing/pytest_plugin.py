@@ -6,6 +6,7 @@ Importing it does not import torch.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +18,11 @@ from stratagem_testing.processes import LAUNCH_VARIABLES
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
+    """Declare the markers, and have programs that tests start end on Ctrl-C."""
     config.addinivalue_line("markers", "slow: takes longer than a second")
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices; skipped where there are fewer")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; a program inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
@@ -80,18 +83,11 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield
-    _leave_process_group()
+    if "torch" in sys.modules:
+        import torch
 
+        from stratagem.distributed.default_group import leave_group
 
-def _leave_process_group() -> None:
-    import sys
-
-    if "torch" not in sys.modules:
-        return
-    import torch
-
-    from stratagem.distributed.default_group import leave_group
-
-    torch.set_default_dtype(torch.float32)
-    if torch.distributed.is_available():
-        leave_group()
+        torch.set_default_dtype(torch.float32)
+        if torch.distributed.is_available():
+            leave_group()
