@@ -198,16 +198,10 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
             do="export the values of this process, or set num_nodes",
         )  # fmt: skip
     return World(
-        rank=rank,
-        local_rank=local_rank,
-        node_rank=node_rank,
-        world_size=world_size,
-        local_world_size=local_size,
-        num_nodes=num_nodes,
-        main_address=variables.get("MASTER_ADDR", "127.0.0.1"),
-        main_port=_port(variables, None),
+        rank=rank, local_rank=local_rank, node_rank=node_rank, world_size=world_size, local_world_size=local_size,
+        num_nodes=num_nodes, main_address=variables.get("MASTER_ADDR", "127.0.0.1"), main_port=_port(variables, None),
         store_hosted=variables.get(STORE_HOSTED_VARIABLE) == "1",
-    )
+    )  # fmt: skip
 
 
 @define(eq=False, kw_only=True)

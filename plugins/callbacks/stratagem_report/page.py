@@ -32,17 +32,11 @@ def render(facts: Facts) -> str:
     """Return the self-contained page for `facts`."""
     history, layout = facts.history, facts.layout
     return _page(
-        "page.html",
-        history,
-        facts=facts,
-        outcome=history.outcome,
-        written_at=facts.written_at,
-        folder=facts.folder,
-        tiles=_tiles(facts),
-        machine=_machine(history, _drawing(history)),
+        "page.html", history, facts=facts, outcome=history.outcome, written_at=facts.written_at, folder=facts.folder,
+        tiles=_tiles(facts), machine=_machine(history, _drawing(history)),
         mesh=None if layout is None else MeshPicture(layout),
         timeline=None if layout is None or layout.timeline is None else TimelinePicture(layout.timeline),
-    )
+    )  # fmt: skip
 
 
 def render_curves(history: History, title: str, detail: str, folder: str) -> str:

@@ -192,14 +192,9 @@ class Trainer(View):
     # --- What a user calls ---------------------------------------------------------------------------------------
 
     def fit(
-        self,
-        model: Module,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        datamodule: Any = None,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = None,
-    ) -> None:
+        self, model: Module, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: str | Path | None = None, weights_only: bool | None = None,
+    ) -> None:  # fmt: skip
         """Train `model`.
 
         Args:

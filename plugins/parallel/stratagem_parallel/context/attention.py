@@ -110,14 +110,8 @@ class SequenceAttention:
     # --- Ulysses -------------------------------------------------------------------------------------------------
 
     def _ulysses(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         if mask is not None:
             mask = self._heads_of(self._whole_rows(self._whole_keys(mask, query), query), query)
         if query.shape[-1] == value.shape[-1] and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
@@ -144,14 +138,8 @@ class SequenceAttention:
     # --- All-gather of keys and values ---------------------------------------------------------------------------
 
     def _gathered(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         if key.shape == value.shape:
             key, value = gather(torch.stack([key, value]), -2, self.over).unbind()
         else:
