@@ -68,7 +68,7 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     elif hasattr(policy, "_run_policy"):
         chosen = set(policy._run_policy(root, set(), {}))
     else:
-        chosen = _by_callable(root, policy)
+        chosen = by_callable(root, policy)
     chosen.discard(root)
     if not chosen:
         raise ConfigError(
@@ -136,7 +136,8 @@ def _is_a(part: nn.Module, wanted: Any) -> bool:
     return any(cls.__name__ == wanted for cls in type(part).__mro__)
 
 
-def _by_callable(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+def by_callable(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+    """Return the parts of `root` that `policy` chooses, `root` itself among them, called as FSDP1 calls it."""
     chosen: set[nn.Module] = set()
 
     def visit(part: nn.Module) -> int:
