@@ -218,11 +218,9 @@ class TorchElasticEnvironment(Environment):
         if run_id is None:
             return None
         return Evidence(
-            f"TORCHELASTIC_RUN_ID is {run_id!r}",
-            rank=_maybe(os.environ, "RANK"),
-            world_size=_maybe(os.environ, "WORLD_SIZE"),
-            starters=self._agents(),
-        )
+            f"TORCHELASTIC_RUN_ID is {run_id!r}", rank=_maybe(os.environ, "RANK"),
+            world_size=_maybe(os.environ, "WORLD_SIZE"), starters=self._agents(),
+        )  # fmt: skip
 
     def _agents(self) -> int | None:
         # Later starts may have fewer: an agent was lost.

@@ -78,11 +78,9 @@ def _environment() -> Environment:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FunctionLoader(_template),
-        autoescape=True,
-        undefined=StrictUndefined,
+        loader=FunctionLoader(_template), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else redact("text", str(value)),
-    )
+    )  # fmt: skip
     environment.filters.update(
         count=count, number=number, not_finite=not_finite, marks=marks,
         kind=lambda scale: "log" if scale.logarithmic else "linear",

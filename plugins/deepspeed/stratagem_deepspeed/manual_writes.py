@@ -44,10 +44,9 @@ class ManualWrites:
         self.in_step, self.read, self._of_step = False, set[int](), dict[str, Any]()
         #: Called with what all ranks are expected to do now.
         self.visit: Callable[[str], None] = lambda _: None
-        self._wrapped: list[Any] = [parameter for parameter in user.parameters() if hasattr(parameter, "ds_id")]
-        for number, parameter in enumerate(self._parameters):
-            if hasattr(parameter, "ds_id"):
-                self._watch_scatter(number, parameter)
+        self._wrapped = [each for each in self._parameters if hasattr(each, "ds_id")]  # at stage 3 all
+        for number, parameter in enumerate(self._wrapped):
+            self._watch_scatter(number, parameter)
         self.record()
 
     def _watch_scatter(self, number: int, parameter: Any) -> None:

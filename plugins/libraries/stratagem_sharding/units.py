@@ -100,14 +100,13 @@ def units_of(user: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     """
     chosen: set[nn.Module] = set()
     if policy == "blocks" and not repeated(user):
-        chosen.update(by_callable(user, size_based_auto_wrap_policy))
+        chosen.update(by_callable(user, size_based_auto_wrap_policy) - {user})
     elif policy is not None:
         chosen.update(select(user, policy, option))
         # Attention computes with this layer's parameters and never calls it.
         attentions = [part for part in user.modules() if isinstance(part, nn.MultiheadAttention)]
         chosen.difference_update(part.out_proj for part in attentions)
-    chosen.update(part for part in user.modules() if _MARK in part.__dict__)
-    chosen.discard(user)
+    chosen.update(part for part in user.modules() if _MARK in part.__dict__ and part is not user)
     return children_first(user, chosen)
 
 
