@@ -220,9 +220,8 @@ class EngineModule(nn.Module):
         if not self._differentiated:
             raise ConfigError(
                 "an optimizer step was requested without a backward since the last one",
-                expected="a backward before each step",
-                do="call backward of the run first, or skip the step",
-            )
+                expected="a backward before each step", do="call backward of the run first, or skip the step",
+            )  # fmt: skip
         self.norms, self._differentiated = None, False
         if self.manual_writes is not None:
             self.manual_writes.take_over()

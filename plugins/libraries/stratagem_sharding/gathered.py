@@ -54,9 +54,8 @@ def _gather(group: Any, attributes: dict[Any, dict[str, Any]]) -> None:
             raise ConfigError(
                 f"{each._param_fqn.removeprefix('module.')!r} is replaced while its unit is called, as functional_call "
                 "does, and the unit gathers its own weights",
-                expected="units that are called with their own weights",
-                do="leave that layer out of auto_wrap_policy",
-            )
+                expected="units that are called with their own weights", do="leave that layer out of auto_wrap_policy",
+            )  # fmt: skip
     type(group).wait_for_unshard(group)
     for each in group.fsdp_params:
         hooks, gathered = each.sharded_param._backward_hooks, getattr(each, "_unsharded_param", None)

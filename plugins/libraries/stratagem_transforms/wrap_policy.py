@@ -73,9 +73,8 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     if not chosen:
         raise ConfigError(
             f"{option} chooses no part of {type(root).__name__}",
-            expected="at least one",
-            do="drop it, or let it choose smaller parts",
-        )
+            expected="at least one", do="drop it, or let it choose smaller parts",
+        )  # fmt: skip
     return children_first(root, chosen)
 
 
@@ -123,9 +122,8 @@ def _of_classes(root: nn.Module, wanted: Any, option: str) -> set[nn.Module]:
             name = each if isinstance(each, str) else each.__name__
             raise ConfigError(
                 f"{option} names {name}, and {type(root).__name__} has none",
-                expected=f"classes of its parts: {', '.join(present)}",
-                do=nearest(name, present),
-            )
+                expected=f"classes of its parts: {', '.join(present)}", do=nearest(name, present),
+            )  # fmt: skip
         chosen |= found
     return chosen
 

@@ -101,9 +101,8 @@ def _check_style(style: Any, where: str) -> None:
         hint = nearest(style, NAMES) if isinstance(style, str) else ""
         raise ConfigError(
             f"{where} is {shown(style)}",
-            expected=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, or a ParallelStyle of torch",
-            do=hint,
-        )
+            expected=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, or a ParallelStyle of torch", do=hint,
+        )  # fmt: skip
 
 
 def _carried(module: nn.Module) -> Plan:
