@@ -214,7 +214,7 @@ def _lost_in_step(what: str) -> ConfigError:
     )  # fmt: skip
 
 
-# Torch would write into a tensor that it has gathered, or into no shard, without a word.
+# Torch would write into a tensor that it has gathered, or into no shard, without an error message.
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 _of_class: Any = DTensor
 _of_class.__setitem__, _of_class.data = _set_item, property(_DATA.__get__, _set_data)
