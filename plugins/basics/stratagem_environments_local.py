@@ -198,16 +198,10 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
             do="export the values of this process, or set num_nodes",
         )  # fmt: skip
     return World(
-        rank=rank,
-        local_rank=local_rank,
-        node_rank=node_rank,
-        world_size=world_size,
-        local_world_size=local_size,
-        num_nodes=num_nodes,
-        main_address=variables.get("MASTER_ADDR", "127.0.0.1"),
-        main_port=_port(variables, None),
+        rank=rank, local_rank=local_rank, node_rank=node_rank, world_size=world_size, local_world_size=local_size,
+        num_nodes=num_nodes, main_address=variables.get("MASTER_ADDR", "127.0.0.1"), main_port=_port(variables, None),
         store_hosted=variables.get(STORE_HOSTED_VARIABLE) == "1",
-    )
+    )  # fmt: skip
 
 
 @define(eq=False, kw_only=True)
@@ -224,11 +218,9 @@ class TorchElasticEnvironment(Environment):
         if run_id is None:
             return None
         return Evidence(
-            f"TORCHELASTIC_RUN_ID is {run_id!r}",
-            rank=_maybe(os.environ, "RANK"),
-            world_size=_maybe(os.environ, "WORLD_SIZE"),
-            starters=self._agents(),
-        )
+            f"TORCHELASTIC_RUN_ID is {run_id!r}", rank=_maybe(os.environ, "RANK"),
+            world_size=_maybe(os.environ, "WORLD_SIZE"), starters=self._agents(),
+        )  # fmt: skip
 
     def _agents(self) -> int | None:
         # Later starts may have fewer: an agent was lost.

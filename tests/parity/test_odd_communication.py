@@ -246,10 +246,25 @@ def _refusal(rank, world_size, make, arguments, batches=None):
     return outcome(lambda: trainer.fit(make(), batches or share(trainer, BATCHES)))
 
 
-def test_sparse_gradients_are_refused_by_name():
-    batches = [torch.arange(4)] * 2
-    for said in run_in_processes(_refusal, 2, Sparse, {"strategy": "ddp", "comm_hook": "int8"}, batches):
-        assert said.startswith("refused: 'table' has sparse gradients, and comm hooks send dense ones")
+class Scaled(Sparse):
+    """Scales the rows of its batch in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8, max_norm=1.0)
+
+
+def _refusals(rank, world_size, cases):
+    return [_refusal(rank, world_size, make, arguments, [torch.arange(4)] * 2) for make, arguments in cases]
+
+
+def test_tables_that_ranks_would_step_apart_are_refused_by_name():
+    cases = [(Sparse, {"strategy": "ddp", "comm_hook": "int8"})]
+    cases += [(Scaled, {"strategy": strategy}) for strategy in ("ddp", "ddp_sharded", "fsdp")]
+    for sparse, *scaled in run_in_processes(_refusals, 2, cases):
+        assert sparse.startswith("refused: 'table' has sparse gradients, and comm hooks send dense ones")
+        for said in scaled:
+            assert said.startswith("refused: 'table' has max_norm=1.0: forward writes into the rows that a batch uses")
 
 
 class Thaws(Net):

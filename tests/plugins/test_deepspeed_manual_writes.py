@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -261,10 +263,70 @@ class Asks(sg.Callback):
             self.norms = [float(parameter.norm()) for parameter in parameters]
 
 
-def _asked(rank, world_size):
+class Teacher(Net):
+    """Its steps write into weights and read those of all layers: an average, clamped weights, a penalty, other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def write(self, x):
+        for kept, trained in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            kept.lerp_(trained, 0.3)
+            trained.data.clamp_(-LIMIT, LIMIT)
+        self.teacher.load_state_dict({name: 1.1 * value for name, value in self.teacher.state_dict().items()})
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.write(x)
+        doubled = {name: 2 * weight for name, weight in self.net.named_parameters()}
+        other = torch.func.functional_call(self.net, doubled, (x,))
+        penalty = sum(parameter.square().sum() for parameter in self.net.parameters())
+        return loss_of(self.net(x), y) + 0.1 * loss_of(other, self.teacher(x)) + 0.01 * penalty
+
+
+class OfItsBatch(Teacher):
+    @torch.no_grad()
+    def write(self, x):
+        for kept in self.teacher.parameters():
+            kept.add_(x.mean())
+
+
+class OnOneRank(Teacher):
+    def write(self, x):
+        if self.global_rank == 0:
+            super().write(x)
+
+
+@torch.no_grad()
+def average(module, rank):
+    for kept, trained in zip(module.teacher.parameters(), module.net.parameters(), strict=True):
+        kept.lerp_(trained, 0.3)
+
+
+def _taught():
+    module = Teacher()
+    optimizer = module.configure_optimizers()
+    for batch in BATCHES:
+        module.training_step(batch, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+def _read_and_written(rank, world_size):
     asks = Asks()
     train(world_size, gathering, asks)
-    return asks.refused, asks.shapes, asks.norms
+    stepped = [train(world_size, each, Writes(_nothing), Teacher) for each in (gathering, lambda: of_stage(3))]
+    said = [_refused(rank, world_size, _nothing, gathering, each) for each in (OfItsBatch, OnOneRank)]
+    said.append(_refused(rank, world_size, average, gathering, Teacher))
+    return (asks.refused, asks.shapes, asks.norms), stepped, said
+
+
+@pytest.fixture(scope="module")
+def read_and_written(deepspeed_preloaded):
+    return run_in_processes(_read_and_written, 2)
 
 
 @pytest.mark.when_changed(
@@ -272,8 +334,25 @@ def _asked(rank, world_size):
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_gradients_set_in_a_loop_of_ones_own_are_refused",
 )
 @pytest.mark.slow
-def test_a_hook_reads_the_shape_of_a_partitioned_parameter_and_not_its_values():
-    for refused, found, norms in run_in_processes(_asked, 2):
+def test_a_step_reads_and_writes_what_it_lists_of_partitioned_parameters(read_and_written):
+    for _, stepped, said in read_and_written:
+        for weights in stepped:
+            assert relative_difference(weights, _taught()) < 1e-5
+        of_its_batch, on_one_rank, in_a_hook = said
+        assert of_its_batch.startswith("refused: training_step wrote into 'teacher.0.bias', 'teacher.0.weight'")
+        assert on_one_rank.startswith("refused: ranks went through different layers: rank 0 reached a parameter of")
+        assert in_a_hook.startswith(
+            "refused: 'teacher.0.weight' was written to between steps, while it was partitioned"
+        )
+
+
+@pytest.mark.when_changed(
+    "plugins/deepspeed/",
+    guard="tests/plugins/test_deepspeed_manual_writes.py::test_gradients_set_in_a_loop_of_ones_own_are_refused",
+)
+@pytest.mark.slow
+def test_a_hook_reads_the_shape_of_a_partitioned_parameter_and_not_its_values(read_and_written):
+    for (refused, found, norms), *_ in read_and_written:
         assert len(refused) == len(COMPUTATIONS)
         for said in refused:
             assert said.startswith("refused: a hook computes with a parameter of shape [")

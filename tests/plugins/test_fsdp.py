@@ -100,23 +100,31 @@ def test_a_rank_holds_its_share_of_parameters_and_optimizer_state(options, share
     assert all(parameters == momentum for parameters, momentum, _ in held)
 
 
+def _units(rank, world_size, policies):
+    return [_held(rank, world_size, {"auto_wrap_policy": policy})[2] for policy in policies]
+
+
 @pytest.mark.slow
-@pytest.mark.every_push("callable")
-@pytest.mark.parametrize(
-    ("policy", "units"),
-    [
+def test_every_form_of_a_policy_chooses_units():
+    cases = [
         ({nn.Linear}, ["", "module.net.0", "module.net.2", "module.net.4"]),
         ([nn.Sequential], ["", "module.net"]),
         (nn.Sequential, ["", "module.net"]),
         (ModuleWrapPolicy({nn.Sequential}), ["", "module.net"]),
         (functools.partial(size_based_auto_wrap_policy, min_num_params=1000), ["", "module.net.2"]),
+        ("blocks", [""]),  # it has no repeated layers, and is small
         (None, [""]),
-    ],
-    ids=["set", "list", "class", "torch policy", "callable", "none"],
-)
-def test_every_form_of_a_policy_chooses_units(policy, units):
-    for _, _, found in run_in_processes(_held, 2, {"auto_wrap_policy": policy}):
-        assert found == units
+    ]
+    for found in run_in_processes(_units, 2, [policy for policy, _ in cases]):
+        assert found == [names for _, names in cases]
+
+
+def test_size_decides_where_blocks_finds_no_repeated_layers():
+    with torch.device("meta"):
+        table, large = nn.Embedding(1000, 10), nn.Sequential(nn.Linear(10**4, 10**4), nn.Tanh(), nn.Linear(10**4, 1))
+        model = nn.ModuleDict({"table": table, "large": large})
+
+    assert units.units_of(model, "blocks", "auto_wrap_policy") == [large[0]]
 
 
 # --- Precision ---------------------------------------------------------------------------------------------------

@@ -42,10 +42,9 @@ def move_leaf(leaf: Any, device: torch.device) -> Any:
 
 
 def map_batch(
-    batch: Any,
-    change: Callable[[Any], Any],
+    batch: Any, change: Callable[[Any], Any],
     is_leaf: Callable[[Any], bool] = lambda part: isinstance(part, PackedSequence),
-) -> Any:
+) -> Any:  # fmt: skip
     """Return `batch` with `change` applied to all that is not a list, tuple or dict in it; containers keep their type.
 
     Args:

@@ -22,7 +22,7 @@ from stratagem.config.settings import RunSettings
 from stratagem.discovery import registry
 from stratagem.distributed.default_group import note_groups
 from stratagem.distributed.standard_streams import open_standard_streams
-from stratagem.errors import StratagemError
+from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime import connection, state_io
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.numerics import switch
@@ -290,6 +290,8 @@ class Context:
                 self.materializer(module).fill(module)
             if self.world_size > 1:
                 _separate_elements(module)
+            if stage == "train" and self.strategy.mesh(self.peers_world).num_data_shards > 1:
+                _check_rows(module)
             self.model = self.hooks.ask("wrap_model", module=StepModule(module))
             if not early or begun_on_meta(made):
                 made, early = make(), False
@@ -378,6 +380,17 @@ def _separate_elements(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+def _check_rows(module: nn.Module) -> None:
+    """Refuse a table whose forward scales the rows that a batch uses: ranks have different batches."""
+    for name, part in module.named_modules():
+        if hasattr(part, "num_embeddings") and getattr(part, "max_norm", None) is not None:
+            raise ConfigError(
+                f"{name!r} has max_norm={part.max_norm}: forward writes into the rows that a batch uses",
+                expected="max_norm=None, since ranks have batches of their own and would have other weights",
+                do="scale what the table returns, or train in one process",
+            )
 
 
 def _close(reference: weakref.ref[Context]) -> None:

@@ -49,13 +49,9 @@ def seen(variables: Mapping[str, str], names: Iterable[str | None]) -> str:
 
 
 def evidence_in(
-    variables: Mapping[str, str],
-    names: Iterable[str | None],
-    missing: list[str],
-    *,
-    rank: str | None = None,
+    variables: Mapping[str, str], names: Iterable[str | None], missing: list[str], *, rank: str | None = None,
     size: str | None = None,
-) -> Evidence:
+) -> Evidence:  # fmt: skip
     """Return the evidence of a process that a scheduler started, which is certain if no variable is missing.
 
     Args:

@@ -83,13 +83,9 @@ class Chart:
 
 
 def chart(
-    title: str,
-    curves: Sequence[tuple[str, Series]],
-    span: tuple[float, float],
-    unit: str = "",
-    resumed: Iterable[int] = (),
-    from_zero: bool = False,
-) -> Chart:
+    title: str, curves: Sequence[tuple[str, Series]], span: tuple[float, float], unit: str = "",
+    resumed: Iterable[int] = (), from_zero: bool = False,
+) -> Chart:  # fmt: skip
     """Return a chart of the first `COLOURS` of `curves`, over the steps of `span`."""
     drawn = [(name, series.thinned(DRAWN)) for name, series in curves[:COLOURS]]
     axis = Scale(*span)

@@ -72,27 +72,17 @@ def gather(trainer: TrainerView, history: History, page: Path) -> Facts:
     """Return the facts about the run of `trainer`, for the page that is written to `page`."""
     run, settings, position = trainer.run, trainer.settings, trainer.position
     return Facts(
-        module=type(trainer.module).__name__,
-        history=history,
-        epochs=position.epoch + bool(position.epoch_done),
-        max_epochs=settings.max_epochs if (settings.max_epochs or 0) >= 0 else None,
-        steps=trainer.global_step,
-        max_steps=settings.max_steps,
-        skipped_steps=position.skipped_steps,
-        device=_device_name(run.device),
-        world_size=trainer.world_size,
-        batch_size=trainer.effective_batch_size,
+        module=type(trainer.module).__name__, history=history, epochs=position.epoch + bool(position.epoch_done),
+        max_epochs=settings.max_epochs if (settings.max_epochs or 0) >= 0 else None, steps=trainer.global_step,
+        max_steps=settings.max_steps, skipped_steps=position.skipped_steps, device=_device_name(run.device),
+        world_size=trainer.world_size, batch_size=trainer.effective_batch_size,
         layout=run.strategy.layout(run.peers_world, trainer.module),
         rank_times=next((each.rank_times() for each in trainer.callbacks if has_role(each, "rank-times")), None),
-        written_at=time.strftime(TIME),
-        folder=str(settings.default_root_dir),
-        files=written_files(trainer, page),
-        origin=origin(),
-        arguments=_arguments(settings),
-        plugins=run.describe()["plugins"],
+        written_at=time.strftime(TIME), folder=str(settings.default_root_dir), files=written_files(trainer, page),
+        origin=origin(), arguments=_arguments(settings), plugins=run.describe()["plugins"],
         hyper_parameters=[pair for name, value in trainer.module.hparams.items() for pair in _flat(str(name), value)],
         versions=_versions(),
-    )
+    )  # fmt: skip
 
 
 # --- Outcome -----------------------------------------------------------------------------------------------------

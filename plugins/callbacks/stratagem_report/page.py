@@ -32,17 +32,11 @@ def render(facts: Facts) -> str:
     """Return the self-contained page for `facts`."""
     history, layout = facts.history, facts.layout
     return _page(
-        "page.html",
-        history,
-        facts=facts,
-        outcome=history.outcome,
-        written_at=facts.written_at,
-        folder=facts.folder,
-        tiles=_tiles(facts),
-        machine=_machine(history, _drawing(history)),
+        "page.html", history, facts=facts, outcome=history.outcome, written_at=facts.written_at, folder=facts.folder,
+        tiles=_tiles(facts), machine=_machine(history, _drawing(history)),
         mesh=None if layout is None else MeshPicture(layout),
         timeline=None if layout is None or layout.timeline is None else TimelinePicture(layout.timeline),
-    )
+    )  # fmt: skip
 
 
 def render_curves(history: History, title: str, detail: str, folder: str) -> str:
@@ -84,11 +78,9 @@ def _environment() -> Environment:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FunctionLoader(_template),
-        autoescape=True,
-        undefined=StrictUndefined,
+        loader=FunctionLoader(_template), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else redact("text", str(value)),
-    )
+    )  # fmt: skip
     environment.filters.update(
         count=count, number=number, not_finite=not_finite, marks=marks,
         kind=lambda scale: "log" if scale.logarithmic else "linear",

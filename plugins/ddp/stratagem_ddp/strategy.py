@@ -124,16 +124,11 @@ class DDPStrategy(ProcessGroupStrategy):
             # Torch has begun to give this option another name and a narrower meaning.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             replica = _Replica(
-                module,
-                run.collectives.traffic,
-                process_group=run.peers.group,
-                bucket_cap_mb=self.bucket_cap_mb,
-                find_unused_parameters=search,
-                gradient_as_bucket_view=self.gradient_as_bucket_view,
-                static_graph=self.static_graph,
-                init_sync=self.init_sync,
+                module, run.collectives.traffic, process_group=run.peers.group, bucket_cap_mb=self.bucket_cap_mb,
+                find_unused_parameters=search, gradient_as_bucket_view=self.gradient_as_bucket_view,
+                static_graph=self.static_graph, init_sync=self.init_sync,
                 **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
-            )
+            )  # fmt: skip
         reducer = bucket_reducer(run)
         if reducer is not None:
             reducer.serve(replica)  # it counts its traffic

@@ -32,9 +32,8 @@ def check_dtypes(module: nn.Module, engine_dtype: torch.dtype | None) -> None:
         if parameter.dtype not in _MASTERED and (parameter.is_floating_point() or parameter.is_complex()):
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}, and DeepSpeed steps fp32 copies",
-                expected="real parameters of at most 32 bits",
-                do="convert it, or choose another strategy",
-            )
+                expected="real parameters of at most 32 bits", do="convert it, or choose another strategy",
+            )  # fmt: skip
         if engine_dtype is None and parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}, and DeepSpeed takes one dtype for all parameters",
@@ -54,9 +53,8 @@ def check_sizes(module: nn.Module) -> None:
             raise ConfigError(
                 f"parameter {name!r} has no elements (shape {tuple(shape_of(parameter))}), and stage 3 gives each rank "
                 "a partition of every parameter",
-                expected="at least one element",
-                do='leave the parameter out, or choose strategy="deepspeed_stage_2"',
-            )
+                expected="at least one element", do='leave the parameter out, or choose strategy="deepspeed_stage_2"',
+            )  # fmt: skip
 
 
 def check_integers(optimizer: Any, module: nn.Module) -> None:

@@ -148,14 +148,9 @@ def _sweep(folder: str, arguments: argparse.Namespace, ops: Path) -> str:
             command += ["--sweep_config", grid.name]
         try:
             ended = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 check=False,
-            )
+            )  # fmt: skip
         except FileNotFoundError as error:
             raise StratagemError(
                 f"{command[0]}, a part of deepspeed, is missing", do="install deepspeed again"

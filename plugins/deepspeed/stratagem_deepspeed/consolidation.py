@@ -34,11 +34,9 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path,
-    output_file: str | Path,
-    tag: str | None = None,
+    checkpoint_dir: str | Path, output_file: str | Path, tag: str | None = None,
     exclude_frozen_parameters: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Write one file of fp32 weights, and the trainer's other state, from a checkpoint folder of DeepSpeed's.
 
     The folder has pickles, which are executed: call it only for folders that you trust. ``torch.load(output_file,
@@ -102,12 +100,9 @@ def consolidate(path: Path, tag: str | None = None, exclude_frozen: bool = False
 
 
 def weights(
-    path: Path,
-    tag: str,
-    facts: Mapping[str, Any] | None,
-    exclude_frozen: bool = False,
+    path: Path, tag: str, facts: Mapping[str, Any] | None, exclude_frozen: bool = False,
     saved: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the whole weights by the names of the user's module, as far as `facts` has them.
 
     Raises:

@@ -262,12 +262,9 @@ def patch_swapper(swapper: Any) -> None:
 
 
 def check_parameters(
-    module: nn.Module,
-    config: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    world_size: int,
+    module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype | None, world_size: int,
     called: Callable[[str], str],
-) -> None:
+) -> None:  # fmt: skip
     """Refuse buffers that are too small or too few for the parameters of `module` that are on the disk.
 
     Raises:

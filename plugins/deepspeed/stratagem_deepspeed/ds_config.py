@@ -246,9 +246,8 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str], origin: str, settin
     if config.get("managed_gradient_accumulation"):
         raise ConfigError(
             f"managed_gradient_accumulation of {origin} is true",
-            expected="false: the trainer accumulates",
-            do="drop it",
-        )
+            expected="false: the trainer accumulates", do="drop it",
+        )  # fmt: skip
     _check_optimizer(config.get("optimizer"), origin)
     _check_scheduler(config.get("scheduler"), origin)
     return config

@@ -15,6 +15,7 @@ from stratagem_deepspeed.autocast import AutocastSteps
 from stratagem_deepspeed.clipping import combined_norm, gradient_norms, without_averaging
 from stratagem_deepspeed.gradient_guard import GradientGuard
 from stratagem_deepspeed.manual_writes import ManualWrites
+from stratagem_deepspeed.partitioned_reads import StepReads
 from stratagem_deepspeed.patches import (
     clear_model_caches,
     let_zero_grad_drop_all,
@@ -54,6 +55,8 @@ class EngineModule(nn.Module):
         self.layer_trace: EngineTrace | None = None
         #: At stages 1 to 3: detects weights that user code writes between steps.
         self.manual_writes: ManualWrites | None = None
+        #: At stage 3: gathers parameters that steps list.
+        self.step_reads: StepReads | None = None
         #: At stages 2 and 3: refuses user code that reads or changes `parameter.grad`.
         self.gradient_guard: GradientGuard | None = None
         #: Whether there was a backward since the last step.
@@ -74,8 +77,14 @@ class EngineModule(nn.Module):
         if engine is not None:
             if self.layer_trace is not None:
                 self.layer_trace.order.begin_step(arguments[0])
-            with self._with_memory_efficient_linear():
-                return engine(*arguments, **options)
+            if self.manual_writes is not None:
+                self.manual_writes.begin_step()
+            try:
+                with self._with_memory_efficient_linear():
+                    return engine(*arguments, **options)
+            finally:
+                if self.step_reads is not None:
+                    self.step_reads.end()
         self._check_whole()
         return self.step(*arguments, **options)
 
@@ -126,13 +135,17 @@ class EngineModule(nn.Module):
 
             self._reading = Answered
         if self.zero is not None and not is_plan:
-            self.manual_writes = ManualWrites(self.zero, self.user)
+            self.manual_writes = ManualWrites(self.zero, self.user, run.collectives)
         if self.zero is not None:
             self.gradient_guard = GradientGuard(self.user, zero["stage"], None if groups is None else inside, self.zero)
         if zero["stage"] == 3:
             refuse_double_backward(self.engine)
+            if not is_plan:
+                self.step_reads = StepReads(self.engine.module, self.manual_writes)
         if run.world_size > 1 and zero["stage"] == 3 and not is_plan:
             self.layer_trace = EngineTrace(LayerOrder(run), self.engine, self.user)
+            if self.manual_writes is not None:
+                self.manual_writes.visit = self.layer_trace.order.visit
         if run.world_size > 1 and zero["stage"] in (1, 2) and optimizer is not None:
             self.gradient_order = GradientOrder(trained, run)
             if zero["stage"] == 2:
@@ -153,6 +166,8 @@ class EngineModule(nn.Module):
         with self._with_memory_efficient_linear():
             self.engine.backward(loss)
         self._differentiated = True
+        if self.manual_writes is not None:
+            self.manual_writes.in_step = False
 
     def _check_each_backward(self) -> None:
         """At stage 2, which averages gradients at the end of each backward: compare the ranks before that."""
@@ -205,9 +220,8 @@ class EngineModule(nn.Module):
         if not self._differentiated:
             raise ConfigError(
                 "an optimizer step was requested without a backward since the last one",
-                expected="a backward before each step",
-                do="call backward of the run first, or skip the step",
-            )
+                expected="a backward before each step", do="call backward of the run first, or skip the step",
+            )  # fmt: skip
         self.norms, self._differentiated = None, False
         if self.manual_writes is not None:
             self.manual_writes.take_over()

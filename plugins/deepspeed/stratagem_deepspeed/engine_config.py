@@ -132,9 +132,8 @@ def _check_loss_scale(name: str, value: float, fp16: Mapping[str, Any], options:
     if not fp16["enabled"]:
         raise ConfigError(
             f"{path} is {value} and the precision is not fp16, and only fp16 scales the loss",
-            expected="a precision of fp16",
-            do="drop it",
-        )
+            expected="a precision of fp16", do="drop it",
+        )  # fmt: skip
     if fp16.get(name, value) != value:
         raise ConfigError(
             f"{path} is {value} and fp16.{name} of {options.origin} is {fp16[name]}", expected="one of the two"
@@ -154,9 +153,8 @@ def _check_precision(config: Mapping[str, Any], options: DeepSpeedOptions, run: 
         if (value is True and wanted is not dtype) or (value is False and wanted is dtype):
             raise ConfigError(
                 f"{section}.enabled of {options.origin} is {value} and {_argument(run, 'precision', requested)}",
-                expected="the same precision",
-                do=f'drop one of the two, or write "auto" for {section}.enabled',
-            )
+                expected="the same precision", do=f'drop one of the two, or write "auto" for {section}.enabled',
+            )  # fmt: skip
     if enabled(config, "torch_autocast") is True:
         raise ConfigError(
             f"torch_autocast.enabled of {options.origin} is True and {_argument(run, 'precision', requested)}",
@@ -192,9 +190,8 @@ def _check_accumulation(value: Any, factors: list[int], options: DeepSpeedOption
         )
     raise ConfigError(
         f"{found} and {_argument(run, 'accumulate_grad_batches', requested)}",
-        expected="the same",
-        do=f'set accumulate_grad_batches={value}, or write "auto"',
-    )
+        expected="the same", do=f'set accumulate_grad_batches={value}, or write "auto"',
+    )  # fmt: skip
 
 
 def _check_micro_batch(value: Any, options: DeepSpeedOptions) -> None:
@@ -227,9 +224,8 @@ def _clipping(config: Mapping[str, Any], options: DeepSpeedOptions, run: RunCont
     if value != AUTO and requested is not None and float(value) != float(requested):
         raise ConfigError(
             f"gradient_clipping of {options.origin} is {value} and {_argument(run, 'gradient_clip_val', requested)}",
-            expected="the same",
-            do="drop one of the two",
-        )
+            expected="the same", do="drop one of the two",
+        )  # fmt: skip
     return float(requested or 0.0) if value == AUTO else float(value)
 
 

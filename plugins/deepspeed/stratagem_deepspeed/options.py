@@ -281,9 +281,8 @@ class DeepSpeedOptions(ProcessGroupStrategy):
             raise ConfigError(
                 f"{_PATH}.{replaced[0]} and {setting} are both set, and the configuration replaces all options that "
                 "describe the engine",
-                expected="one of the two",
-                do=f"drop {', '.join(replaced)}, or set it in the configuration",
-            )
+                expected="one of the two", do=f"drop {', '.join(replaced)}, or set it in the configuration",
+            )  # fmt: skip
 
     def _changed(self) -> list[str]:
         """Return the options that differ from their defaults."""

@@ -1,16 +1,21 @@
-"""Let hooks read shapes of parameters that stage 3 has partitioned, and refuse what needs values."""
+"""Parameters that stage 3 has partitioned: steps get values, hooks shapes; what needs values in a hook is refused."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem_deepspeed.manual_writes import ManualWrites
 
 _PROPERTIES: Final = vars(torch._C.TensorBase)
 _SHAPES: Final = {
@@ -19,6 +24,7 @@ _SHAPES: Final = {
 }  # fmt: skip
 #: Properties that are values.
 _VALUES: Final = {_PROPERTIES[name].__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+_DATA: Final = {_PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__}
 _HARMLESS: Final = {
     "__get__", "__set__", "__hash__", "__repr__", "is_complex", "is_floating_point", "register_hook",
     "register_post_accumulate_grad_hook", "get_device",
@@ -43,7 +49,7 @@ class PartitionedReads(TorchFunctionMode):
         if found is None or not _is_asked_by_program(name):
             return func(*args, **options)
         if func in _SHAPES:
-            return func(torch.empty(found.ds_shape, dtype=found.dtype, device="meta"), *args[1:], **options)
+            return _of_shape(func, found, *args[1:], **options)
         is_in_place = name.endswith("_") and not name.endswith("__") and args[:1] and args[0] is found
         if is_in_place or (name in _HARMLESS and func not in _VALUES):  # `ManualWrites` finds what is written
             return func(*args, **options)
@@ -53,6 +59,90 @@ class PartitionedReads(TorchFunctionMode):
             expected="gathered parameters",
             do="compute inside deepspeed.zero.GatheredParameters(parameters), on all ranks",
         )
+
+
+def _of_shape(func: Callable[..., Any], parameter: Any, *args: Any, **options: Any) -> Any:
+    return func(torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta"), *args, **options)
+
+
+class _Listed(nn.Parameter):
+    """A parameter that a step has listed: it is gathered when its value is needed."""
+
+    ds_needs: Callable[[bool], None] = staticmethod(lambda _: None)  # of a copy
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options, is_asked = kwargs or {}, _is_asked_by_program("")
+        with torch._C.DisableTorchFunctionSubclass():
+            found: Any = next(_partitioned((*args, *options.values())), None)
+            if is_asked and found is not None and func in _SHAPES:
+                return _of_shape(func, found, *args[1:], **options)
+            if is_asked and (getattr(func, "__name__", "") not in _HARMLESS or func in _VALUES or func in _DATA):
+                for each in pytree.tree_leaves((args, options)):
+                    if isinstance(each, _Listed):
+                        each.ds_needs(func in _DATA)
+            return func(*args, **options)
+
+
+class StepReads:
+    """Gathers what a step reads of parameters that it lists, as in a penalty over `module.parameters()`.
+
+    DeepSpeed itself gathers those that are attributes of a module (``other.weight``), the others are empty tensors.
+    What is gathered stays so until the module that has read it is released.
+
+    Args:
+        root: the engine's module.
+        writes: is told whose `.data` was read.
+    """
+
+    def __init__(self, root: Any, writes: ManualWrites | None) -> None:
+        from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+
+        self._root, self._writes, self._listed = root, writes, list[tuple[Any, type]]()
+        watch = self._watch
+
+        class Parameters(ZeROOrderedDict):  # type: ignore[misc]
+            def items(self) -> Any:
+                found = super().items()
+                if getattr(self, "_in_forward", False):
+                    if not _is_asked_by_program("items"):  # functional_call may have put other tensors here
+                        return [(name, each) for name, each in found if each is None or hasattr(each, "ds_id")]
+                    for _, each in found:
+                        watch(each)
+                return found
+
+        for part in root.modules():
+            part._parameters.__class__ = Parameters
+
+    def _watch(self, parameter: Any) -> None:
+        if hasattr(parameter, "ds_id") and not isinstance(parameter, _Listed):
+            self._listed.append((parameter, type(parameter)))
+            parameter.__class__, parameter.ds_needs = _Listed, functools.partial(self._gather, parameter)
+
+    def _gather(self, parameter: Any, is_data: bool) -> None:
+        """Gather a `parameter` for the module that computes; `is_data`: it may be written without a version."""
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+        from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+        if parameter in (pending := self._root.ds_inflight_param_registry):
+            pending.pop(parameter).wait()
+        if parameter.numel() == 0 < parameter.ds_numel:
+            if self._writes is not None:
+                self._writes.visit(f"a parameter of shape {list(parameter.ds_shape)} that the step reads")
+            register_external_parameter(FWD_MODULE_STACK[-1], parameter)
+            parameter.all_gather()
+            parameter.ds_active_sub_modules.add(FWD_MODULE_STACK[-1].ds_id)
+        if is_data and self._writes is not None:
+            self._writes.read.add(id(parameter))
+
+    def end(self) -> None:
+        """Forget what the step has listed."""
+        for each, cls in self._listed:
+            each.__class__ = cls
+            del each.ds_needs
+        self._listed.clear()
 
 
 def _partitioned(values: Any) -> Iterator[Any]:

@@ -38,10 +38,6 @@ def stage_3_offload() -> DeepSpeedStrategy:
 def stage_3_offload_nvme() -> DeepSpeedStrategy:
     """Return `deepspeed_stage_3_offload_nvme`: stage 3 with optimizer state and parameters on an NVMe disk."""
     return DeepSpeedStrategy(
-        stage=3,
-        offload_optimizer=True,
-        offload_parameters=True,
-        remote_device="nvme",
-        offload_params_device="nvme",
+        stage=3, offload_optimizer=True, offload_parameters=True, remote_device="nvme", offload_params_device="nvme",
         offload_optimizer_device="nvme",
-    )
+    )  # fmt: skip

@@ -89,9 +89,8 @@ def load(device_type: str, logging_level: int | str = logging.WARNING) -> Module
     if found != device_type:
         raise ConfigError(
             f"deepspeed was imported for {found!r} devices and this run trains on {device_type!r}",
-            expected="the same",
-            do=f"set DS_ACCELERATOR={device_type} before anything imports deepspeed",
-        )
+            expected="the same", do=f"set DS_ACCELERATOR={device_type} before anything imports deepspeed",
+        )  # fmt: skip
     _set_level(level)
     return deepspeed
 

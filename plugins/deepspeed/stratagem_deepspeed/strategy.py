@@ -314,9 +314,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             raise ConfigError(
                 f"train_micro_batch_size_per_gpu of {self.origin} comes to {wanted}, and the training loader has "
                 f"batches of {size}",
-                expected="the same",
-                do='drop it, or set "auto": the loader determines batches',
-            )
+                expected="the same", do='drop it, or set "auto": the loader determines batches',
+            )  # fmt: skip
         return shared
 
     # --- The step ------------------------------------------------------------------------------------------------

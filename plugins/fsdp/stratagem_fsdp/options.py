@@ -67,9 +67,8 @@ class FSDPOptions(ProcessGroupStrategy):
             if getattr(self, name) is False:
                 raise ConfigError(
                     f"strategy.fsdp.{name} is False",
-                    expected="True: torch's second FSDP cannot do without",
-                    do="drop it",
-                )
+                    expected="True: torch's second FSDP cannot do without", do="drop it",
+                )  # fmt: skip
         for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
             if getattr(self, name) is not None:
                 check_policy(getattr(self, name), f"strategy.fsdp.{name}")

@@ -30,9 +30,8 @@ def check_reached(some: bool, run: RunContext) -> None:
     if run.world_size > 1 and run.owns_loop and not run.manual:
         raise ConfigError(
             f"the loss of rank {run.rank} reaches no trainable parameter, and the other ranks wait for its gradients",
-            expected="a loss that depends on them",
-            do="return the usual loss multiplied by zero to skip a batch",
-        )
+            expected="a loss that depends on them", do="return the usual loss multiplied by zero to skip a batch",
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -78,9 +78,8 @@ def _document(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     if tokens.dim() != 1 or labels.shape != tokens.shape or 0 in sample.get("attention_mask", ()):
         raise ConfigError(
             f"a sample has input_ids of shape {tuple(tokens.shape)} and labels of shape {tuple(labels.shape)}",
-            expected="one dimension, as many labels, and no padding",
-            do="tokenize without return_tensors and padding",
-        )
+            expected="one dimension, as many labels, and no padding", do="tokenize without return_tensors and padding",
+        )  # fmt: skip
     labels[:1] = IGNORED
     return tokens, labels
 

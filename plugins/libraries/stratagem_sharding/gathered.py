@@ -4,14 +4,14 @@
 While a unit computes, its parameters are whole copies that FSDP drops afterwards: what `training_step` writes into them
 (``clamp_``, a target network) would be lost silently. A write in place raises the copy's version, which is
 compared at the end of a step. A write through ``.data`` leaves the version as it was: `_Gathered` notes that ``.data``
-was read, and then the copy's part is compared with the shard.
+was read. Each rank writes its part into the shard, if the copy is still there, as precise, and the same on all ranks.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,11 @@ from torch import nn
 from stratagem.api.parameters import replace_parameter
 from stratagem.errors import ConfigError
 from stratagem_sharding.param_groups import param_groups
+from stratagem_sharding.sharded_use import few
 from stratagem_sharding.shards import local, shard_like
+
+if TYPE_CHECKING:
+    from stratagem_sharding.unit_order import UnitOrder
 
 #: Attributes of a gathered parameter: its version when it was gathered first, and that its memory was asked for.
 _VERSION, _TAKEN = "_stratagem_version", "_stratagem_taken"
@@ -50,9 +54,8 @@ def _gather(group: Any, attributes: dict[Any, dict[str, Any]]) -> None:
             raise ConfigError(
                 f"{each._param_fqn.removeprefix('module.')!r} is replaced while its unit is called, as functional_call "
                 "does, and the unit gathers its own weights",
-                expected="units that are called with their own weights",
-                do="leave that layer out of auto_wrap_policy",
-            )
+                expected="units that are called with their own weights", do="leave that layer out of auto_wrap_policy",
+            )  # fmt: skip
     type(group).wait_for_unshard(group)
     for each in group.fsdp_params:
         hooks, gathered = each.sharded_param._backward_hooks, getattr(each, "_unsharded_param", None)
@@ -82,28 +85,33 @@ class _Gathered(nn.Parameter):
         _DATA.__set__(self, value)
 
 
-def check_writes(units: Iterable[Any]) -> None:
-    """Refuse what a step wrote into the gathered parameters of `units`.
+@torch.no_grad()
+def keep_writes(units: Iterable[Any], order: UnitOrder) -> None:
+    """Write what a step has written into the gathered parameters of `units` into their shards. Collective, if any.
 
     Raises:
-        ConfigError: names the first of them.
+        ConfigError: a gathered parameter has been dropped, or ranks have written other values.
     """
+    written: dict[str, float] = {}
     for group in (group for unit in units for group in param_groups(unit._get_fsdp_state())):
         for each in group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
+            whole, shard = getattr(each, "_unsharded_param", None), each.sharded_param
             state: dict[str, Any] = {} if whole is None else whole.__dict__
             taken = state.pop(_TAKEN, False) and group.is_unsharded
-            if whole is not None and (
-                whole._version != state.get(_VERSION, whole._version)
-                or (
-                    taken
-                    and not torch.equal(
-                        local(shard_like(whole.detach(), each.sharded_param)),
-                        each.sharded_param.to_local().to(whole.dtype),
-                    )
-                )
-            ):
-                raise _lost(repr(each._param_fqn.removeprefix("module.")))
+            if whole is None or not (taken or whole._version != state.get(_VERSION, whole._version)):
+                continue
+            name = each._param_fqn.removeprefix("module.")
+            there = whole.detach()
+            if group.is_unsharded and type(there) is torch.Tensor and there.dtype == shard.dtype:
+                shard.to_local().copy_(local(shard_like(there, shard)))
+                written[name], state[_VERSION] = float(there.double().sum()), whole._version
+            elif not taken or not torch.equal(local(shard_like(there, shard)), shard.to_local().to(there.dtype)):
+                raise _lost(repr(name))
+    if written and not order.are_equal(written):
+        raise ConfigError(
+            f"training_step wrote into {few([repr(name) for name in written])}, and not the same on all ranks",
+            expected="the same values on all ranks", do="average them over the ranks, or write to a buffer",
+        )  # fmt: skip
 
 
 def _lost(name: str) -> ConfigError:

@@ -10,11 +10,12 @@ from weakref import ReferenceType, ref
 
 import torch
 from attrs import define
+from torch import overrides
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
-from stratagem_sharding.shards import read
+from stratagem_sharding.shards import orders, read
 
 if TYPE_CHECKING:
     from stratagem_sharding.unit_order import UnitOrder
@@ -140,10 +141,10 @@ class PartWrites(TorchFunctionMode):
         return views
 
     def _note(self, of: DTensor, views: Any) -> None:
-        memory = of._local_tensor.untyped_storage().data_ptr()
+        memory = _memory(of)
         for view in views if isinstance(views, tuple | list) else [views]:
             if isinstance(view, DTensor) and view is not of:
-                is_copy = view._local_tensor.untyped_storage().data_ptr() != memory
+                is_copy = _memory(view) != memory
                 if is_copy or self._of(of) is not None:
                     self._parts.append(_Part(ref(view), of, is_copy=is_copy))
 
@@ -186,6 +187,42 @@ class PartWrites(TorchFunctionMode):
 
     def _of(self, tensor: DTensor) -> _Part | None:
         return next((part for part in self._parts if part.tensor() is tensor), None)
+
+
+def _is_step() -> bool:
+    """Whether a step runs, rather than a hook within it."""
+    modes: list[Any] = overrides._get_current_function_mode_stack()
+    return bool(orders) and not any(isinstance(mode, PartWrites) for mode in modes)
+
+
+def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
+    if _is_step() and _memory(tensor[index]) != _memory(tensor):
+        raise _lost_in_step("a part of a sharded weight")
+    torch.Tensor.__setitem__(tensor, index, value)
+
+
+def _set_data(tensor: DTensor, value: Any) -> None:
+    if _is_step() and not all(placement.is_replicate() for placement in tensor.placements):
+        raise _lost_in_step(".data of a sharded weight")
+    _DATA.__set__(tensor, value)
+
+
+def _lost_in_step(what: str) -> ConfigError:
+    return ConfigError(
+        f"training_step wrote into {what}, which would be lost",
+        expected="writes into whole weights (weight.lerp_(...))", do="write so, or in on_train_batch_end",
+    )  # fmt: skip
+
+
+# Torch would write into a tensor that it has gathered, or into no shard, without an error message.
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+_of_class: Any = DTensor
+_of_class.__setitem__, _of_class.data = _set_item, property(_DATA.__get__, _set_data)
+
+
+def _memory(tensor: Any) -> int:
+    address: int = tensor._local_tensor.untyped_storage().data_ptr()
+    return address
 
 
 def _replicated(value: Any, like: DTensor) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stratagem_process_group.losses import second_gradient
-from stratagem_sharding.gathered import check_writes
+from stratagem_sharding.gathered import keep_writes
 from stratagem_sharding.memory import BufferPool, reuse_freed_blocks
 from stratagem_sharding.param_groups import param_groups, units_in, with_gradients
 from stratagem_sharding.sharded_use import is_sharded_use, sharded_use
@@ -97,8 +97,8 @@ class ShardedSteps:
                     stack.enter_context(context)
                 with self._kept.computing(root if run.manual else None):
                     yield
-                if run.stage == "train" and run.manual:
-                    check_writes(self._units[root])
+                if run.stage == "train" and run.manual and self.order is not None:
+                    keep_writes(self._units[root], self.order)
         except RuntimeError as error:
             if is_sharded_use(error):
                 raise sharded_use(error, root, self.policy) from error
@@ -110,8 +110,8 @@ class ShardedSteps:
     def backward(self, loss: torch.Tensor, root: Any, run: RunContext) -> Iterator[None]:
         """Differentiate `loss`; within, the gradients of shards are complete."""
         assert self.order is not None, "it was added"
-        check_writes(self._units[root])
         with self.order.compared(("backward", run.sync_gradients)):  # in a loop without a Trainer
+            keep_writes(self._units[root], self.order)
             if run.manual:
                 # The root's forward has not returned, so FSDP does not notice that a backward begins.
                 state = root._get_fsdp_state()

@@ -45,12 +45,8 @@ class _CountingAllGather(DefaultAllGather):
         return self._buffers.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False,
+    ) -> dist.Work | None:  # fmt: skip
         self._order.next(self._event)
         self._traffic.add("all_gather", input_tensor.nbytes, group.size(), sender="parameters")
         if output_tensor.itemsize == 1:  # gloo gathers no float8, and a gather changes no bytes

@@ -7,10 +7,13 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from stratagem.distributed.comparison import fingerprint
 from stratagem.errors import ConfigError
+from stratagem_process_group.comparison import are_equal
 from stratagem_sharding.order import Order
 from stratagem_sharding.param_groups import with_gradients
 from stratagem_sharding.sharded_use import few
@@ -80,6 +83,11 @@ class UnitOrder(Order):
             orders.remove(self)
         self.end()
 
+    def are_equal(self, values: object) -> bool:
+        """Whether all ranks have the same `values`, which they ask at the same time. Collective."""
+        self.next(("writes",))
+        return self._is_alone or are_equal(torch.tensor(fingerprint(repr(values))), self._peers)
+
     def _error(self, found: Mapping[int, tuple[Any, ...]]) -> ConfigError:
         events = [event for _, _, _, *event in found.values()]
         reached = [set(self._reached(event)) for event in events]
@@ -108,6 +116,8 @@ class UnitOrder(Order):
             return f"has ended, or did not say within {self._limit_s:g} s what comes next"
         if event[0] == "place":
             return f"came to {event[1]}"
+        if event[0] == "writes":
+            return "came to the end of a step that has written into weights"
         if event[0] == "end":
             return "came to the end of the step or hook"
         if event[0] == "unit":

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
 from stratagem_sharding.gathered import follow
 from stratagem_sharding.param_groups import param_groups
-from stratagem_transforms.wrap_policy import children_first, repeated, select
+from stratagem_transforms.wrap_policy import by_callable, children_first, repeated, select
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -25,18 +26,10 @@ _MARK = "_stratagem_unit"
 
 
 def shard_units(
-    root: nn.Module | None,
-    user: nn.Module,
-    *,
-    policy: Any,
-    option: str,
-    options: dict[str, Any],
-    fill: Callable[[nn.Module], None],
-    run: RunContext,
-    also: Iterable[nn.Module] = (),
-    ignored: AbstractSet[nn.Parameter] = frozenset(),
-    keep_root: bool = False,
-) -> None:
+    root: nn.Module | None, user: nn.Module, *, policy: Any, option: str, options: dict[str, Any],
+    fill: Callable[[nn.Module], None], run: RunContext, also: Iterable[nn.Module] = (),
+    ignored: AbstractSet[nn.Parameter] = frozenset(), keep_root: bool = False,
+) -> None:  # fmt: skip
     """Shard the units of `user` and the rest of `root`.
 
     Args:
@@ -102,10 +95,13 @@ def shared_parameters(root: nn.Module, units: Iterable[nn.Module]) -> set[nn.Par
 def units_of(user: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     """Return the modules that `policy` chooses and those that were wrapped by hand, children before parents.
 
-    `option` is that of the policy, for messages.
+    Where "blocks" finds no repeated layers, size decides, as in torch's policy: none for a small model. `option` is
+    that of the policy, for messages.
     """
     chosen: set[nn.Module] = set()
-    if policy is not None:
+    if policy == "blocks" and not repeated(user):
+        chosen.update(by_callable(user, size_based_auto_wrap_policy) - {user})
+    elif policy is not None:
         chosen.update(select(user, policy, option))
         # Attention computes with this layer's parameters and never calls it.
         attentions = [part for part in user.modules() if isinstance(part, nn.MultiheadAttention)]

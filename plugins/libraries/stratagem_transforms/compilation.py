@@ -164,9 +164,8 @@ class Compile(Callback):
             raise ConfigError(
                 f"{_PATH}.per_block is False, and the strategy gathers or calls {len(units)} units one by one, in "
                 "hooks that torch cannot compile",
-                expected="units that are compiled one by one",
-                do="drop per_block",
-            )
+                expected="units that are compiled one by one", do="drop per_block",
+            )  # fmt: skip
         if self.per_block is False:
             return []
         if units:

@@ -68,14 +68,13 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     elif hasattr(policy, "_run_policy"):
         chosen = set(policy._run_policy(root, set(), {}))
     else:
-        chosen = _by_callable(root, policy)
+        chosen = by_callable(root, policy)
     chosen.discard(root)
     if not chosen:
         raise ConfigError(
             f"{option} chooses no part of {type(root).__name__}",
-            expected="at least one",
-            do="drop it, or let it choose smaller parts",
-        )
+            expected="at least one", do="drop it, or let it choose smaller parts",
+        )  # fmt: skip
     return children_first(root, chosen)
 
 
@@ -123,9 +122,8 @@ def _of_classes(root: nn.Module, wanted: Any, option: str) -> set[nn.Module]:
             name = each if isinstance(each, str) else each.__name__
             raise ConfigError(
                 f"{option} names {name}, and {type(root).__name__} has none",
-                expected=f"classes of its parts: {', '.join(present)}",
-                do=nearest(name, present),
-            )
+                expected=f"classes of its parts: {', '.join(present)}", do=nearest(name, present),
+            )  # fmt: skip
         chosen |= found
     return chosen
 
@@ -136,7 +134,8 @@ def _is_a(part: nn.Module, wanted: Any) -> bool:
     return any(cls.__name__ == wanted for cls in type(part).__mro__)
 
 
-def _by_callable(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+def by_callable(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+    """Return the parts of `root` that `policy` chooses, `root` itself among them, called as FSDP1 calls it."""
     chosen: set[nn.Module] = set()
 
     def visit(part: nn.Module) -> int:

@@ -44,9 +44,8 @@ class AsyncAveragingStrategy(OuterStrategy):
         if self.delay_steps > self.interval_steps:
             raise ConfigError(
                 f"{self.path}.delay_steps is {self.delay_steps} with interval_steps={self.interval_steps}",
-                expected="at most interval_steps, since there is one round at a time",
-                do="raise interval_steps",
-            )
+                expected="at most interval_steps, since there is one round at a time", do="raise interval_steps",
+            )  # fmt: skip
 
     def _starts_round(self) -> bool:
         return self.steps % self.interval_steps == 0

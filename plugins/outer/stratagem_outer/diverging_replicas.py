@@ -197,9 +197,8 @@ class DivergingReplicas(Plugin):
         if alone and all(parameter.grad is None for parameter in self._trained.values() if parameter.requires_grad):
             raise ConfigError(
                 f"the loss of rank {run.rank} reaches no trainable parameter, and its model is averaged with others",
-                expected="a loss that depends on them",
-                do="return the usual loss multiplied by zero to skip a batch",
-            )
+                expected="a loss that depends on them", do="return the usual loss multiplied by zero to skip a batch",
+            )  # fmt: skip
 
     def _check_frozen(self) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]

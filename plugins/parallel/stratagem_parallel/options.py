@@ -168,9 +168,8 @@ class ParallelOptions(ProcessGroupStrategy):
                 raise ConfigError(
                     f"strategy.parallel.{name} is {shown(getattr(self, name))}, and "
                     + " and ".join(f"{axis} is 1" for axis in axes),
-                    expected=" or ".join(f"{axis} above 1" for axis in axes),
-                    do=f"set {axes[0]}, or drop {name}",
-                )
+                    expected=" or ".join(f"{axis} above 1" for axis in axes), do=f"set {axes[0]}, or drop {name}",
+                )  # fmt: skip
         if self.plan is not None and self.tensor == 1:
             styles = list(self.plan.values()) if isinstance(self.plan, Mapping) else [self.plan]
             other = [style for style in styles if style != EXPERT]

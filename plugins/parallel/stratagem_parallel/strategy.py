@@ -183,9 +183,8 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         if module.compiles_steps and not run.provides(COMPILATION):
             raise ConfigError(
                 "strategy.parallel.tensor cuts layers, and the model was given as torch.compile(model)",
-                expected="a model that the run compiles",
-                do="give the model with Trainer(compile=True)",
-            )
+                expected="a model that the run compiles", do="give the model with Trainer(compile=True)",
+            )  # fmt: skip
         tensor.share_parts(user, self._groups.over(*(axis_of(size) for size in SIZES if size != "tensor")))
         self._layers = tensor.cut_layers(user, self.plan, over, mesh, fill, with_experts=self._expert is None)
         if self._layers and self.plan in (None, "auto"):

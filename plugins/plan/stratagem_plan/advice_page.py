@@ -34,16 +34,13 @@ def text(explorer: Explorer, pictures_of: Drawn) -> str:
     script, best = explorer.script, front(explorer.fitting)
     advised = [advice(number, each, best, explorer.limit) for number, each in enumerate(best, start=1)]
     return document(
-        f"{script.path.name}: advice",
-        tag("p", "Which strategy to train with", class_="note"),
-        tag("h1", script.path.name),
-        tag("p", tag("code", " ".join([str(script.path), *script.arguments]))),
-        tag("p", facts(explorer)),
-        *([] if best else [tag("p", NOTHING.capitalize(), class_="bad")]),
+        f"{script.path.name}: advice", tag("p", "Which strategy to train with", class_="note"),
+        tag("h1", script.path.name), tag("p", tag("code", " ".join([str(script.path), *script.arguments]))),
+        tag("p", facts(explorer)), *([] if best else [tag("p", NOTHING.capitalize(), class_="bad")]),
         tag("div", *(_advised(*each) for each in advised), class_="tables"),
         tag("div", *(figure(*each) for each in pictures_of.values()), class_="charts"),
         tag("div", *(listed(title.capitalize(), lines) for title, lines in sections(explorer, best)), class_="tables"),
-    )
+    )  # fmt: skip
 
 
 def _advised(title: str, code: str, needs: str) -> Element:

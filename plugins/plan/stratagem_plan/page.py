@@ -131,16 +131,12 @@ def _page(plan: Plan, device: Device, result: Simulation | None, drawn: Drawn) -
     facts = [f"{kind} {choice}" for kind, choice in plan.stack.items() if choice]
     facts += [f"{plan.world.world_size:,} x {device.name}", f"nodes: {plan.world.nodes:,}"]
     return document(
-        f"{name}: a plan",
-        tag("p", "Plan of a training run", class_="note"),
-        tag("h1", name),
-        tag("p", tag("code", plan.script)),
-        tag("p", "; ".join(facts)),
-        *_verdict(plan, device),
+        f"{name}: a plan", tag("p", "Plan of a training run", class_="note"), tag("h1", name),
+        tag("p", tag("code", plan.script)), tag("p", "; ".join(facts)), *_verdict(plan, device),
         tag("dl", *_tiles(plan, device, result)),
         tag("div", *(figure(*each) for each in drawn.values()), class_="charts"),
         tag("div", *_tables(plan, result), class_="tables"),
-    )
+    )  # fmt: skip
 
 
 def _verdict(plan: Plan, device: Device) -> Iterator[Element]:

@@ -27,13 +27,11 @@ def scaled(plan: Plan, nodes: int, *, strong: bool) -> Plan | None:
     if not axis or plan.data_ranks * factor % 1 or min([plan.inputs.samples, *microbatches]) * part < 1:
         return None
     return evolve(
-        plan,
-        world=evolve(plan.world, nodes=nodes, world_size=int(plan.world.world_size * factor)),
+        plan, world=evolve(plan.world, nodes=nodes, world_size=int(plan.world.world_size * factor)),
         inputs=evolve(plan.inputs, samples=int(plan.inputs.samples * part), tokens=int(plan.inputs.tokens * part)),
-        data_ranks=int(plan.data_ranks * factor),
-        accumulate=max(1, round(plan.accumulate * part)),
+        data_ranks=int(plan.data_ranks * factor), accumulate=max(1, round(plan.accumulate * part)),
         classes=[_ranks(each, axis, factor, part, nodes == 1) for each in plan.classes],
-    )
+    )  # fmt: skip
 
 
 def _outermost(plan: Plan) -> str:

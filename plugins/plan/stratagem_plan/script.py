@@ -74,12 +74,9 @@ class PlannedScript:
         )  # fmt: skip
         repeats = max(1, (self.accumulate or 1) - (_BATCHES - 1))
         planner = Planner(
-            num_steps=self.num_steps,
-            micro_batch=self.micro_batch,
-            repeats=repeats,
-            memory=self.memory,
+            num_steps=self.num_steps, micro_batch=self.micro_batch, repeats=repeats, memory=self.memory,
             assumptions=Assumptions(self.assume),
-        )
+        )  # fmt: skip
         operators.register()
         try:
             with (

@@ -68,13 +68,9 @@ class Simulation:
 
 
 def simulate(
-    plan: Plan,
-    device: Device,
-    tokens: float | None = None,
-    price: float | None = None,
-    mtbf_s: float | None = None,
+    plan: Plan, device: Device, tokens: float | None = None, price: float | None = None, mtbf_s: float | None = None,
     save_s: float = 60.0,
-) -> Simulation:
+) -> Simulation:  # fmt: skip
     """Return the prediction for `plan` on `device`; what needs an argument that is None is None, too."""
     step, step_s = predict(plan, device)
     inputs = _inputs(plan)

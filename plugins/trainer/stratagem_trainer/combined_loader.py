@@ -62,11 +62,9 @@ class CombinedLoader:
     """
 
     def __init__(
-        self,
-        iterables: Mapping[str, Any] | Sequence[Any],
-        mode: str = "min_size",
+        self, iterables: Mapping[str, Any] | Sequence[Any], mode: str = "min_size",
         weights: Mapping[str, float] | Sequence[float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.iterables, self.mode = iterables, mode
         if mode not in MODES:
             raise ConfigError(f"CombinedLoader got mode={mode!r}", expected=f"one of {', '.join(MODES)}")

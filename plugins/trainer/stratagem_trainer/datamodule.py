@@ -21,15 +21,9 @@ class DataModule(HyperparametersMixin):
 
     @classmethod
     def from_datasets(
-        cls,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        test_dataset: Any = None,
-        predict_dataset: Any = None,
-        batch_size: int = 1,
-        num_workers: int = 0,
-        **arguments: Any,
-    ) -> DataModule:
+        cls, train_dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, predict_dataset: Any = None,
+        batch_size: int = 1, num_workers: int = 0, **arguments: Any
+    ) -> DataModule:  # fmt: skip
         """Make one from data sets, of which each may be a list; training data are shuffled, unless they are iterables.
 
         Args:

@@ -173,20 +173,11 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
 
     @refuse_unknown_options
     def log(
-        self,
-        name: str,
-        value: Tensor | float,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: ReduceFx = "mean",
-        *,
-        sync_dist: bool = False,
-        batch_size: int | None = None,
-        rank_zero_only: bool = False,
+        self, name: str, value: Tensor | float, prog_bar: bool = False, logger: bool = True,
+        on_step: bool | None = None, on_epoch: bool | None = None, reduce_fx: ReduceFx = "mean", *,
+        sync_dist: bool = False, batch_size: int | None = None, rank_zero_only: bool = False,
         add_dataloader_idx: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record one number under `name`.
 
         Args:
@@ -212,19 +203,11 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
 
     @refuse_unknown_options
     def log_dict(
-        self,
-        values: Mapping[str, Tensor | float],
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: ReduceFx = "mean",
-        *,
-        sync_dist: bool = False,
-        batch_size: int | None = None,
-        rank_zero_only: bool = False,
+        self, values: Mapping[str, Tensor | float], prog_bar: bool = False, logger: bool = True,
+        on_step: bool | None = None, on_epoch: bool | None = None, reduce_fx: ReduceFx = "mean", *,
+        sync_dist: bool = False, batch_size: int | None = None, rank_zero_only: bool = False,
         add_dataloader_idx: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`log` every item of `values` with the same options."""
         for name, value in values.items():
             self.log(
@@ -272,14 +255,9 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
 
     @classmethod
     def load_from_checkpoint(
-        cls,
-        checkpoint_path: str | Path,
-        map_location: torch.device | str | None = None,
-        *,
-        strict: bool = True,
-        weights_only: bool | None = None,
-        **arguments: Any,
-    ) -> Module:
+        cls, checkpoint_path: str | Path, map_location: torch.device | str | None = None, *, strict: bool = True,
+        weights_only: bool | None = None, **arguments: Any
+    ) -> Module:  # fmt: skip
         """Build the module with its saved hyper-parameters, overridden by `arguments`, and load its weights.
 
         Args:

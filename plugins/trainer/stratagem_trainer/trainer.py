@@ -192,14 +192,9 @@ class Trainer(View):
     # --- What a user calls ---------------------------------------------------------------------------------------
 
     def fit(
-        self,
-        model: Module,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        datamodule: Any = None,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = None,
-    ) -> None:
+        self, model: Module, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: str | Path | None = None, weights_only: bool | None = None,
+    ) -> None:  # fmt: skip
         """Train `model`.
 
         Args:
@@ -283,8 +278,7 @@ class Trainer(View):
 
     def predict(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
-        ckpt_path: str | Path | None = None, return_predictions: bool | None = None,
-        weights_only: bool | None = None,
+        ckpt_path: str | Path | None = None, return_predictions: bool | None = None, weights_only: bool | None = None,
     ) -> list[Any]:  # fmt: skip
         """Return what `predict_step` returned for each batch of this process's share; for several loaders, lists.
 

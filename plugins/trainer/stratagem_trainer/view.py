@@ -225,20 +225,11 @@ class View(CallView):
 
     @refuse_unknown_options
     def log_metric(
-        self,
-        name: str,
-        value: Tensor | float,
-        *,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: ReduceFx = "mean",
-        sync_dist: bool = False,
-        batch_size: int | None = None,
-        rank_zero_only: bool = False,
+        self, name: str, value: Tensor | float, *, prog_bar: bool = False, logger: bool = True,
+        on_step: bool | None = None, on_epoch: bool | None = None, reduce_fx: ReduceFx = "mean",
+        sync_dist: bool = False, batch_size: int | None = None, rank_zero_only: bool = False,
         add_dataloader_idx: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Log a metric, as `Module.log` does: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
         options = LogOptions(on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist, rank_zero_only)
         log_metric(self._state, name, value, options, batch_size, add_dataloader_idx)

@@ -110,14 +110,8 @@ class SequenceAttention:
     # --- Ulysses -------------------------------------------------------------------------------------------------
 
     def _ulysses(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         if mask is not None:
             mask = self._whole_keys(mask, query)
             mask = self._heads_of(self._gather_mask(mask, -2) if mask.shape[-2] == query.shape[-2] else mask, query)
@@ -145,14 +139,8 @@ class SequenceAttention:
     # --- All-gather of keys and values ---------------------------------------------------------------------------
 
     def _gathered(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         if key.shape == value.shape:
             key, value = gather(torch.stack([key, value]), -2, self.over).unbind()
         else:

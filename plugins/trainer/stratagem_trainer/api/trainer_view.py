@@ -163,20 +163,11 @@ class TrainerView(Protocol):
         """
 
     def log_metric(
-        self,
-        name: str,
-        value: Tensor | float,
-        *,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: ReduceFx = "mean",
-        sync_dist: bool = False,
-        batch_size: int | None = None,
-        rank_zero_only: bool = False,
+        self, name: str, value: Tensor | float, *, prog_bar: bool = False, logger: bool = True,
+        on_step: bool | None = None, on_epoch: bool | None = None, reduce_fx: ReduceFx = "mean",
+        sync_dist: bool = False, batch_size: int | None = None, rank_zero_only: bool = False,
         add_dataloader_idx: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Log a metric, as `Module.log` does: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
 
     def print(self, *values: Any, **options: Any) -> None:
