@@ -34,10 +34,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path,
-    output_file: str | Path,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
+    checkpoint_dir: str | Path, output_file: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, Any]:
     """Write one file of fp32 weights, and the trainer's other state, from a checkpoint folder of DeepSpeed's.
 

@@ -45,11 +45,7 @@ class _CountingAllGather(DefaultAllGather):
         return self._buffers.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._order.next(self._event)
         self._traffic.add("all_gather", input_tensor.nbytes, group.size(), sender="parameters")

@@ -82,8 +82,7 @@ def read(value: str | Mapping[str, Any]) -> Targets | None:
     if value == "tokens":
         return Targets()
     raise ConfigError(
-        f"loss_normalization is {value!r}",
-        expected=f'"batches", "tokens", or a dictionary with {", ".join(names)}',
+        f"loss_normalization is {value!r}", expected=f'"batches", "tokens", or a dictionary with {", ".join(names)}'
     )
 
 
