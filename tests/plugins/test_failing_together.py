@@ -106,7 +106,7 @@ def _unused(rank, world_size, strategy):
 
 @pytest.mark.slow
 def test_unused_parameters_are_explained_and_the_alias_helps():
-    for said in run_in_processes(_unused, 2, "ddp"):
+    for said in run_in_processes(_unused, 2, "ddp_find_unused_parameters_false"):
         assert 'choose strategy="ddp_find_unused_parameters_true"' in said
     assert run_in_processes(_unused, 2, "ddp_find_unused_parameters_true") == ["nothing", "nothing"]
 

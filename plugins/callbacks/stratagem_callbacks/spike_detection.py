@@ -66,9 +66,7 @@ class SpikeDetection(Callback):
         found = f"the loss is {value:.6g} in batch {batch_idx} of epoch {trainer.current_epoch}, after {mean}"
         if self.on_spike == "error":
             raise TrainingSpike(
-                found,
-                expected="a decreasing loss",
-                do="check that batch, lower the learning rate, or clip gradients",
+                found, expected="a decreasing loss", do="check that batch, lower the learning rate, or clip gradients"
             )
         if trainer.is_global_zero:
             warnings.warn(found, stacklevel=2)

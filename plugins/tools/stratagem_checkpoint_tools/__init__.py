@@ -45,9 +45,7 @@ class Checkpoint(Command):
         consolidate.set_defaults(format=_ONE_FILE, max_shard_size=None)
         for action in (inspect, diff, convert, consolidate):
             action.add_argument(
-                "--trust",
-                action="store_true",
-                help="also load pickles, which can execute code: for files you trust",
+                "--trust", action="store_true", help="also load pickles, which can execute code: for files you trust"
             )
         for action in (inspect, verify, diff):
             action.add_argument("--json", action="store_true", help="print JSON")
