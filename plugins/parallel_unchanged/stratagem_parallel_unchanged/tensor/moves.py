@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -184,19 +183,19 @@ class _SumOfGradients(torch.autograd.Function):
         return tensor.detach()  # a view would keep `tensor` alive, and break where that changes in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.line.sum(_own(gradient).clone()), None
+        return summed(_own(gradient), ctx.line), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, summand: Tensor, line: Line) -> Tensor:
+    def forward(ctx: Any, summand: Tensor, line: Line) -> Tensor:
+        ctx.line = line
         return line.sum(summand.clone())
 
     @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return used_by_parts(gradient, ctx.line), None
 
 
 class _Part(torch.autograd.Function):
@@ -206,9 +205,8 @@ class _Part(torch.autograd.Function):
         return line.part(tensor, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.line.gather(_own(gradient), ctx.dim, ctx.size), None, None
+        return whole_of(_own(gradient), ctx.dim, ctx.size, ctx.line), None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -218,11 +216,9 @@ class _Whole(torch.autograd.Function):
         return line.gather(part, dim, size)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = _own(gradient)
-        part = ctx.line.sum_part(gradient, ctx.dim) if ctx.summed else ctx.line.part(gradient, ctx.dim).contiguous()
-        return part, None, None, None, None
+        part = summed_part if ctx.summed else part_of
+        return part(_own(gradient), ctx.dim, ctx.line).contiguous(), None, None, None, None
 
 
 class _SumPart(torch.autograd.Function):
@@ -232,9 +228,8 @@ class _SumPart(torch.autograd.Function):
         return line.sum_part(summand, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.line.gather(_own(gradient), ctx.dim, ctx.size), None, None
+        return whole_of(_own(gradient), ctx.dim, ctx.size, ctx.line, for_parts=True), None, None
 
 
 def used_by_parts(tensor: Tensor, line: Line) -> Tensor:
