@@ -334,9 +334,9 @@ class Changed(Net):
         return self.out(x).square().mean()
 
 
-def _changed(what, wanted):
+def _changed(what, wanted, **arguments):
     model = Changed(what)
-    sg.Trainer(max_epochs=1, activation_checkpointing=wanted, **QUIET).fit(model, joined_batches(3, 8))
+    sg.Trainer(max_epochs=1, activation_checkpointing=wanted, **QUIET | arguments).fit(model, joined_batches(3, 8))
     return model.state_dict(), [(block.count, block.seen) for block in model.blocks]
 
 
@@ -348,6 +348,16 @@ def test_what_a_forward_changes_is_changed_once(what, mode):
     )
 
     assert found_counts == counts
+    for name, value in plain.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["buffer in place", "batch norm"])
+def test_what_a_compiled_block_changes_is_changed_once(what):
+    blocks = {"backend": "aot_eager", "per_block": True}
+    (plain, _), (found, _) = (_changed(what, each, compile=blocks) for each in (None, {Changing}))
+
     for name, value in plain.items():
         assert torch.equal(found[name], value), name
 

@@ -165,8 +165,6 @@ def _apply(part: nn.Module, mode: str, compiles: bool) -> None:
         _keep_on_cpu(part)
     elif mode == "selective" and compiles:
         part.__dict__["forward"] = Selective(part.forward)
-    elif compiles:
-        checkpoint(part)
     else:
         inner = _keeping_products if mode == "selective" else nothing
         checkpoint(part, context_fn=functools.partial(RecomputedState(part).contexts, inner))
