@@ -31,6 +31,7 @@ UNITS = {"auto_wrap_policy": {nn.Linear}, "timeout": 20}
 #: Equal to one process that averages the losses of the ranks' parts.
 RIGHT = {
     "ddp, search": (FIND, None),
+    "ddp": ("ddp", None),
     "ddp, search, views": (FIND | {"gradient_as_bucket_view": True}, None),
     "ddp, search, small buckets": (FIND | {"bucket_cap_mb": 0.001}, None),
     "ddp_sharded": ("ddp_sharded", None),
@@ -47,9 +48,9 @@ RIGHT = {
 }  # fmt: skip
 #: Refused on both ranks, with one of these words.
 REFUSED = {
-    "ddp": ("ddp", None, "got no gradient"),
+    "ddp": ("ddp_find_unused_parameters_false", None, "got no gradient"),
     "ddp, static": ({"name": "ddp", "static_graph": True}, None, "static_graph is true"),
-    "ddp, hook": ("ddp", "int8", "got no gradient"),
+    "ddp, hook": ("ddp_find_unused_parameters_false", "int8", "got no gradient"),
     "fsdp": ({"name": "fsdp", "timeout": 20}, None, "ranks use different layers"),
     "fsdp, units": ({"name": "fsdp", **UNITS}, None, "ranks use different layers"),
     "fsdp, replicas": (

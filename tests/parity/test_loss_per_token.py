@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import relative_difference
 from stratagem_testing.training import share, weights_of
+from stratagem_trainer.targets import Targets
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}  # fmt: skip
 WORDS, LENGTH, SAMPLES = 23, 8, 8
@@ -482,6 +484,33 @@ def test_a_mean_that_is_0_without_targets_counts_nothing():
 def test_a_batch_without_a_place_for_labels_is_told_what_helps():
     with pytest.raises(ConfigError, match='yields a Tensor; .*; return {"loss": SUM, "count": NUMBER} without it, or'):
         sg.Trainer(loss_normalization="tokens", **QUIET).fit(Reader(), [words for words, _ in texts("some")])
+
+
+class OfStrings(UserDict):
+    """A batch with names for keys alone, as a TensorDict: any other question is an error, and iterating gives rows."""
+
+    def __getitem__(self, key):
+        return self.data[{str: key}[type(key)]]
+
+    get = __getitem__
+
+    def __contains__(self, key):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+    def keys(self):
+        return self.data.keys()
+
+
+def test_a_mapping_is_asked_for_keys_that_it_has():
+    x, labels = torch.ones(2), torch.tensor([1, -100])
+
+    assert Targets(labels=1).find(OfStrings(x=x)) is None
+    assert Targets().find(OfStrings(x=x, labels=labels)) is labels
+    with pytest.raises(ConfigError, match="the loader yields a OfStrings with x"):
+        Targets().count(OfStrings(x=x))
 
 
 def _warned(rank, world_size, options):

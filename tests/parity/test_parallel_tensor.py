@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from parallel_models import GPT, Attention, Block, Llama, texts, train_plainly
 from torch import nn
 
@@ -32,6 +33,23 @@ PLANS = {
 WINDOWS = [(1, 0.5), (3, None)]
 
 
+class Penalized(Net):
+    """Adds how steep its output is, which is differentiated a second time."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        out = self.net(x)
+        return out, *torch.autograd.grad(out.sum(), x, create_graph=True)
+
+    def criterion(self, found, y):
+        out, slope = found
+        return super().criterion(out, y) + slope.square().sum(1).mean()
+
+
+#: Plans for it: with a sum of summands, and with parts that are made whole for parts and for a layer that is not cut.
+PENALIZED = (PLAIN, {"net.0": "colwise", "net.2": "colwise"})
+
+
 def _train(rank, world_size, make, batches, plan, windows=((1, None),), **arguments):
     found = []
     for accumulate, max_norm in windows:
@@ -44,6 +62,13 @@ def _train(rank, world_size, make, batches, plan, windows=((1, None),), **argume
     return found
 
 
+def _train_plain_layers(rank, world_size):
+    found = _train(rank, world_size, Net, BATCHES, PLAIN, WINDOWS)
+    for plan in PENALIZED:
+        found += _train(rank, world_size, Penalized, BATCHES, plan, WINDOWS[:1])
+    return found
+
+
 @pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -51,7 +76,8 @@ def test_plain_layers_that_are_cut_train_as_one_process(world_size):
     plain = [train_module_plainly(Net(), BATCHES, *window) for window in WINDOWS]
     assert all(max(norms) > 1 for _, norms in plain)
 
-    for found in run_in_processes(_train, world_size, Net, BATCHES, PLAIN, WINDOWS):
+    plain += [train_module_plainly(Penalized(), BATCHES, *WINDOWS[0])] * len(PENALIZED)
+    for found in run_in_processes(_train_plain_layers, world_size):
         for weights, (reference, _) in zip(found, plain, strict=True):
             assert relative_difference(weights, reference) < 1e-6
 

@@ -334,9 +334,9 @@ class Changed(Net):
         return self.out(x).square().mean()
 
 
-def _changed(what, wanted):
+def _changed(what, wanted, **arguments):
     model = Changed(what)
-    sg.Trainer(max_epochs=1, activation_checkpointing=wanted, **QUIET).fit(model, joined_batches(3, 8))
+    sg.Trainer(max_epochs=1, activation_checkpointing=wanted, **QUIET | arguments).fit(model, joined_batches(3, 8))
     return model.state_dict(), [(block.count, block.seen) for block in model.blocks]
 
 
@@ -352,6 +352,64 @@ def test_what_a_forward_changes_is_changed_once(what, mode):
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["buffer in place", "batch norm"])
+def test_what_a_compiled_block_changes_is_changed_once(what):
+    blocks = {"backend": "aot_eager", "per_block": True}
+    (plain, _), (found, _) = (_changed(what, each, compile=blocks) for each in (None, {Changing}))
+
+    for name, value in plain.items():
+        assert torch.equal(found[name], value), name
+
+
 def test_an_argument_that_a_forward_changes_is_named():
     with pytest.raises(ConfigError, match="computed something else in backward than in forward.*use_cache=False"):
         _changed("argument", {Changing})
+
+
+class Language(sg.Module):
+    """A decoder of transformers whose cache is on, on batches that are padded."""
+
+    def __init__(self, kind):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        llama = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        t5 = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+        t5 |= {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+        self.config = transformers.AutoConfig.for_model(kind, vocab_size=16, **(t5 if kind == "t5" else llama))
+        self.used = set()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            by_config = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+            self.model = by_config.from_config(self.config)
+
+    def training_step(self, batch, batch_idx):
+        self.used.add(self.config.use_cache)
+        return self.model(**batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("llama", {"activation_checkpointing": "blocks"}),
+        ("t5", {"activation_checkpointing": {"policy": "blocks", "mode": "selective"}}),
+        ("llama", {"strategy": {"name": "fsdp", "activation_checkpointing_policy": {"LlamaDecoderLayer"}}}),
+    ],
+)
+def test_caches_of_keys_are_off_where_blocks_are_computed_again(kind, wanted, capsys):
+    words, mask = torch.arange(1, 13).view(3, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    batches = [{"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}] * 2
+    models = {}
+    for name, arguments in ("plain", {}), ("recomputed", wanted):
+        models[name] = Language(kind)
+        sg.Trainer(max_epochs=1, devices=1, **(QUIET | arguments)).fit(models[name], batches)
+
+    plain, recomputed = models.values()
+    assert (plain.used, recomputed.used, recomputed.config.use_cache) == ({True}, {False}, True)
+    assert capsys.readouterr().out.count("Config.use_cache is false during this run") == 1
+    found = {name: getattr(each, "_local_tensor", each) for name, each in recomputed.state_dict().items()}
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())

@@ -30,11 +30,32 @@ class Normalized(Net):
         self.net = nn.Sequential(first, nn.BatchNorm1d(first.out_features, momentum=momentum, affine=affine), *rest)
 
 
+class Convolved(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(1, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 1, 1))
+
+    def forward(self, x):
+        return x + super().forward(x.unflatten(1, (1, 4, 4))).flatten(1)
+
+
+class Residual(Net):
+    """Of its layers torch's compiler traces what a rank computes, and not what ranks send to each other."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.net = nn.Sequential(Convolved(), Convolved(), self.net)
+
+
 def _train(rank, world_size, strategy, options):
-    module = Normalized(**options)
-    trainer = sg.Trainer(strategy=strategy, devices=world_size, sync_batchnorm=True, max_epochs=1, **QUIET)
-    trainer.fit(module, share(trainer, BATCHES))
-    return weights_of(trainer)
+    found = []
+    compiled = [(Residual(), {"compile": {"backend": "aot_eager"}})] if strategy == "ddp_sharded" else []
+    for module, more in [(Normalized(**options), {}), *compiled]:
+        trainer = sg.Trainer(strategy=strategy, devices=world_size, sync_batchnorm=True, max_epochs=1, **more, **QUIET)
+        trainer.fit(module, share(trainer, BATCHES))
+        found.append(weights_of(trainer))
+    return found
 
 
 @pytest.mark.slow
@@ -44,8 +65,10 @@ def _train(rank, world_size, strategy, options):
 def test_it_trains_as_one_process(strategy, options):
     plain, norms = train_module_plainly(Normalized(**options), BATCHES)
     assert max(norms) > 1
-    for weights in run_in_processes(_train, 3 if strategy == "ddp" else 2, strategy, options):
-        assert relative_difference(weights, plain) < 1e-5
+    residual, _ = train_module_plainly(Residual(), BATCHES)
+    for found in run_in_processes(_train, 3 if strategy == "ddp" else 2, strategy, options):
+        for weights, expected in zip(found, (plain, residual), strict=False):
+            assert relative_difference(weights, expected) < 1e-5
 
 
 def _train_twice(rank, world_size, strategy):

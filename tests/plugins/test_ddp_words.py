@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
 from stratagem.errors import ConfigError
@@ -24,6 +26,8 @@ from stratagem_testing.reference import (
     train_plainly,
 )
 
+#: Refuses parameters without a gradient.
+STRICT = "ddp_find_unused_parameters_false"
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
 
@@ -61,6 +65,14 @@ class ReturnsMore(Unused):
         return {"loss": loss, "more": self.unused(torch.ones(1, 32))}
 
 
+class Reentrant(Net):
+    """The graph of its loss does not show the parameters within the checkpoint."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = checkpoint(self.net[:3], batch[0].requires_grad_(), use_reentrant=True)
+        return 4 * (self.net[3:](hidden) - batch[1]).square().mean()
+
+
 class SkipsByALeaf(Net):
     """Skips a batch on rank 1 with a loss that was computed from nothing."""
 
@@ -94,7 +106,7 @@ def fit(model, strategy="ddp", num_batches=3, **arguments):
 def test_parameters_without_a_gradient_are_named_with_the_option(debug, monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", debug)
 
-    for rank, said in enumerate(fit(Unused())):
+    for rank, said in enumerate(fit(Unused(), STRICT)):
         assert said == (
             f"unused.weight, unused.bias got no gradient on rank {rank}, and DDP waits for all of them; expected a loss "
             'that every trainable parameter takes part in; choose strategy="ddp_find_unused_parameters_true" '
@@ -102,14 +114,9 @@ def test_parameters_without_a_gradient_are_named_with_the_option(debug, monkeypa
         )
 
 
-def test_of_many_parameters_the_first_are_named_and_the_others_counted():
-    for said in fit(ManyUnused()):
+def test_of_many_parameters_the_first_are_named_and_the_others_counted_also_after_a_single_step():
+    for said in fit(ManyUnused(), STRICT, num_batches=1):
         assert "spare.0.weight, spare.0.bias, spare.1.weight and 3 more got no gradient" in said
-
-
-def test_a_fit_of_a_single_step_is_not_silently_wrong():
-    for said in fit(Unused(), num_batches=1):
-        assert "unused.weight, unused.bias got no gradient" in said
 
 
 def test_the_names_are_right_when_other_parameters_were_frozen_after_wrapping():
@@ -117,11 +124,52 @@ def test_the_names_are_right_when_other_parameters_were_frozen_after_wrapping():
         assert "net.0.weight, net.0.bias got no gradient" in said
 
 
+#: What the first loss leaves out, which is searched for from then on.
+FOUND = {
+    "by all": (Unused(), {}, "unused.weight, unused.bias"),
+    "windows": (Unused(), {"accumulate_grad_batches": 2}, "unused.weight, unused.bias"),
+    "hook": (ManyUnused(), {"comm_hook": "allreduce"}, "spare.0.weight, spare.0.bias, spare.1.weight and 3 more"),
+    "by one": (SkipsTheEnd(on=(1,)), {}, "some parameters"),
+    "later used": (SkipsTheEnd(last=1), {}, "net.4.weight, net.4.bias"),
+    "hidden": (Reentrant(), {}, None),
+    "none": (Net(), {}, None),
+}
+
+
+def _fit_all(rank, world_size):
+    """Return what a rank says by default, and where it was told to search, which does not find what is hidden."""
+    return [
+        {
+            name: _fit(rank, world_size, copy.deepcopy(model), strategy, 4, arguments)
+            for name, (model, arguments, _) in FOUND.items()
+            if name != "hidden" or strategy == "ddp"
+        }
+        for strategy in ("ddp", "ddp_find_unused_parameters_true")
+    ]
+
+
+def test_what_the_first_loss_leaves_out_is_searched_for_and_named_once():
+    (found, told), (found_elsewhere, _) = run_in_processes(_fit_all, 2)
+
+    for name, (_, _, names) in FOUND.items():
+        said, weights = found[name]
+        sentences = [] if names is None else [f"{names} got no gradient in the first step, and DDP looks for"]
+        assert [each[: len(sentences[0])] for each in said] == sentences, name
+        assert found_elsewhere[name][0] == []
+        for weight, value in weights.items():
+            assert torch.equal(found_elsewhere[name][1][weight], value), name
+            if name in told:
+                assert torch.equal(told[name][1][weight], value), name
+    for name in "by all", "hidden", "none":
+        plain, _ = train_plainly(joined_batches(4, 8))
+        assert all(relative_difference({key: found[name][1][key]}, {key: plain[key]}) < 1e-6 for key in plain), name
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_one_rank_does_not_use_ends_all_ranks_with_its_sentence(first):
     model = SkipsTheEnd(first, on=(1,))
 
-    there, said = fit(model)
+    there, said = fit(model, STRICT if first == 0 else "ddp")
     sentence = "net.4.weight, net.4.bias got no gradient on rank 1, and DDP waits for all of them"
     assert said.startswith(sentence)
     assert f"rank 1 failed with ConfigError: {sentence}" in there
@@ -131,7 +179,7 @@ def test_what_one_rank_does_not_use_ends_all_ranks_with_its_sentence(first):
 def test_of_accumulated_batches_the_one_that_sends_has_to_reach_all():
     for said in fit(SkipsTheEnd(last=0), num_batches=2, accumulate_grad_batches=2):
         assert not isinstance(said, str), said
-    for said in fit(SkipsTheEnd(first=1), num_batches=2, accumulate_grad_batches=2):
+    for said in fit(SkipsTheEnd(first=1), STRICT, num_batches=2, accumulate_grad_batches=2):
         assert "net.4.weight, net.4.bias got no gradient" in said
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 import torch
 
 import stratagem as sg
+from stratagem_process_group.torch_errors import explained
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part
 
@@ -16,7 +18,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 
 def _said(model, world_size, **arguments):
     """Train, and return what this rank says."""
-    trainer = sg.Trainer(max_epochs=1, strategy="ddp", devices=world_size, **(QUIET | arguments))
+    trainer = sg.Trainer(devices=world_size, **({"max_epochs": 1, "strategy": "ddp"} | QUIET | arguments))
     try:
         trainer.fit(model, part(joined_batches(6, 8), int(os.environ["RANK"]), world_size))
     except sg.StratagemError as error:
@@ -95,20 +97,73 @@ class Unused(Net):
         self.unused = torch.nn.Linear(2, 2)
 
 
-def _unused(rank, world_size, strategy):
-    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, **QUIET)
-    try:
-        trainer.fit(Unused(), part(joined_batches(3, 8), rank, world_size))
-    except sg.StratagemError as error:
-        return str(error)
-    return "nothing"
+class Lazy(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.LazyLinear(4), self.net[-1].__class__(4, 1))
+
+
+class Scripted(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.jit.script(self.net[:3]), self.net[3:])
+
+
+class Wrapping(torch.nn.Module):
+    """Returns an object in which FSDP does not find tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return types.SimpleNamespace(x=self.last(torch.tanh(self.layer(x))))
+
+
+class Hidden(Net):
+    def __init__(self):
+        super().__init__()
+        self.first = Wrapping()
+
+    def forward(self, x):
+        return self.net(self.first(x).x)
+
+
+FSDP = {"name": "fsdp", "auto_wrap_policy": {Wrapping}}
+#: Models of others that a strategy cannot take, and what it says of them.
+NOT_TAKEN = {
+    "unused": (Unused, "ddp_find_unused_parameters_false", 'choose strategy="ddp_find_unused_parameters_true"'),
+    "alias": (Unused, "ddp_find_unused_parameters_true", "nothing"),
+    "lazy": (Lazy, "ddp", "the model has lazy layers, such as LazyLinear, whose parameters have no shape yet"),
+    "scripted": (Scripted, "fsdp", "the model has a part that torch.jit.script compiled"),
+    "own object": (
+        Hidden,
+        FSDP,
+        "torch does not see that tensors leave this unit; expected units that take and return",
+    ),
+}
+
+
+def _not_taken(rank, world_size):
+    return {name: _said(make(), world_size, strategy=strategy) for name, (make, strategy, _) in NOT_TAKEN.items()}
 
 
 @pytest.mark.slow
-def test_unused_parameters_are_explained_and_the_alias_helps():
-    for said in run_in_processes(_unused, 2, "ddp"):
-        assert 'choose strategy="ddp_find_unused_parameters_true"' in said
-    assert run_in_processes(_unused, 2, "ddp_find_unused_parameters_true") == ["nothing", "nothing"]
+def test_what_a_strategy_does_not_take_is_explained():
+    for said in run_in_processes(_not_taken, 2):
+        for name, (_, _, words) in NOT_TAKEN.items():
+            assert words in said[name], name
+
+
+@pytest.mark.parametrize("raised_in", ["deepspeed.runtime", "program"])
+def test_words_of_an_engine_are_explained_where_the_engine_raised_them(raised_in):
+    with pytest.raises(TypeError) as found:
+        exec("vars(1)", {"__name__": raised_in})
+
+    said = str(explained(found.value))
+    assert said.startswith(
+        "a layer returned an object of a class with __slots__" if raised_in != "program" else "vars()"
+    )
 
 
 class None1(Net):

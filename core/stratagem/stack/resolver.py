@@ -20,13 +20,7 @@ from stratagem.config.devices import devices_of_processes, parse_devices
 from stratagem.config.settings import PluginOption
 from stratagem.discovery import catalog, registry
 from stratagem.errors import ConfigError, PluginError, nearest, shown
-from stratagem.stack.checks import (
-    check_absorbed,
-    check_capabilities,
-    check_hooks,
-    check_order,
-    needs_of,
-)
+from stratagem.stack.checks import check_absorbed, check_capabilities, check_hooks, check_order, needs_of
 from stratagem.stack.construction import by_name, default, default_strategy, make
 from stratagem.stack.detection import detect_accelerator, detect_environment
 from stratagem.stack.plugins import Choice, Stack, hook_implementations

@@ -13,13 +13,6 @@ from stratagem_ddp.presets import (
 from stratagem_ddp.strategy import DDPStrategy
 
 __all__ = [
-    "DDPStrategy",
-    "find_unused",
-    "fork",
-    "fork_find_unused",
-    "fork_no_unused",
-    "no_unused",
-    "spawn",
-    "spawn_find_unused",
-    "spawn_no_unused",
-]
+    "DDPStrategy", "find_unused", "fork", "fork_find_unused", "fork_no_unused", "no_unused", "spawn",
+    "spawn_find_unused", "spawn_no_unused",
+]  # fmt: skip

@@ -105,8 +105,7 @@ def _options(name: str, state: Any) -> dict[str, Any]:
     missing = [option for option in wanted if not hasattr(state, option)]
     if missing:
         raise ConfigError(
-            f"{_PATH}.ddp_comm_state is {_name(state)}",
-            expected=f"torch's state for its hook, with {missing[0]}",
+            f"{_PATH}.ddp_comm_state is {_name(state)}", expected=f"torch's state for its hook, with {missing[0]}"
         )
     if getattr(state, "process_group", None) is not None:
         raise ConfigError(

@@ -86,6 +86,7 @@ class PlannedReplica(nn.Module):
         left = {id(self._groups[index][number]) for index, numbers in enumerate(self._waiting) for number in numbers}
         if left and not searches:
             raise unused([name for name, parameter in trained_names(self) if id(parameter) in left], self._run.rank)
+        self._rebuilds = self._rebuilds and not left
         for index, numbers in enumerate(self._waiting):
             if numbers:
                 self._send(index)

@@ -16,7 +16,7 @@ from stratagem.api.options import options
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_buckets.reducer import bucket_reducer
-from stratagem_ddp import literal
+from stratagem_ddp import literal, words
 from stratagem_ddp.planned import PlannedReplica
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached, trained
 from stratagem_process_group import USUAL, ProcessGroupStrategy, group_options_after
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stratagem.api import Collectives, RunContext
-    from stratagem.api.traffic import Traffic
     from stratagem_trainer.api import TrainerView
 
 _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn", "fork": "fork"}
@@ -45,8 +44,9 @@ class DDPStrategy(ProcessGroupStrategy):
     #: Gradients are views into the all-reduce buckets: saves a copy of all gradients; `detach_()` on them fails.
     gradient_as_bucket_view: bool = False
     #: Find parameters that the loss does not depend on: needed if there are any, costs a graph traversal each step.
-    #: None does so only with manual optimization, where a loss may train a part of the model.
-    find_unused_parameters: bool | None = None
+    #: "auto" does so with manual optimization, where a loss may train a part of the model, and where the first loss
+    #: leaves some out. False refuses them.
+    find_unused_parameters: bool | Literal["auto"] = "auto"
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
     #: Send rank 0's buffers, such as the statistics of batch normalization, to all ranks before each training step and
@@ -75,7 +75,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        if self.static_graph and self.find_unused_parameters:
+        if self.static_graph and self.find_unused_parameters is True:
             raise ConfigError(
                 "strategy.ddp.static_graph and strategy.ddp.find_unused_parameters are both true",
                 expected="one of them: with a static graph DDP finds unused parameters in the first step",
@@ -113,7 +113,7 @@ class DDPStrategy(ProcessGroupStrategy):
                 "strategy.ddp.static_graph is true and the module uses manual optimization",
                 expected="false: the parameters that a loss depends on may change between calls",
             )
-        search = run.manual if self.find_unused_parameters is None else self.find_unused_parameters
+        search = run.manual if self.find_unused_parameters == "auto" else self.find_unused_parameters
         if run.environment.simulated:
             return PlannedReplica(
                 module, run, self.bucket_cap_mb, self.gradient_as_bucket_view, self.broadcast_buffers,
@@ -124,15 +124,12 @@ class DDPStrategy(ProcessGroupStrategy):
             # Torch has begun to give this option another name and a narrower meaning.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             replica = _Replica(
-                module, run.collectives.traffic, process_group=run.peers.group, bucket_cap_mb=self.bucket_cap_mb,
+                module, run, process_group=run.peers.group, bucket_cap_mb=self.bucket_cap_mb,
                 find_unused_parameters=search, gradient_as_bucket_view=self.gradient_as_bucket_view,
                 static_graph=self.static_graph, init_sync=self.init_sync,
                 **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
             )  # fmt: skip
-        reducer = bucket_reducer(run)
-        if reducer is not None:
-            reducer.serve(replica)  # it counts its traffic
-        silent = reducer is not None
+        silent = replica.bucket_reducer is not None  # it counts its traffic
         self._num_bytes = 0 if silent else sum(p.nbytes for p in module.parameters() if p.requires_grad)
         return replica
 
@@ -147,10 +144,10 @@ class DDPStrategy(ProcessGroupStrategy):
         if not isinstance(module, _Replica):
             run.differentiate(loss)
             if isinstance(module, PlannedReplica) and run.sync_gradients:
-                module.finish(run.manual or bool(self.find_unused_parameters) or not run.owns_loop)
+                module.finish(run.manual or self.find_unused_parameters is not False or not run.owns_loop)
             return True
         try:
-            with contextlib.nullcontext() if module.is_checked else _checked(module, run):
+            with contextlib.nullcontext() if module.is_checked else self._checked(loss, module, run):
                 if run.manual and run.sync_gradients:
                     _backward_inside_forward(loss, module, run)
                 else:
@@ -166,6 +163,23 @@ class DDPStrategy(ProcessGroupStrategy):
             vars(module)[REACHED] = reached(loss)
         return True
 
+    def _checked(self, loss: torch.Tensor, replica: _Replica, run: RunContext) -> AbstractContextManager[None]:
+        """Refuse two gradients of a parameter in the first backward of `replica` that sends.
+
+        Search for unused parameters from now on if `loss` leaves some out, on any rank. Collective.
+        """
+        # A loop without a Trainer may differentiate several losses of one forward.
+        if self.find_unused_parameters == "auto" and not replica.find_unused_parameters and run.owns_loop:
+            names = words.unreached(loss, replica)
+            if run.peers.unchecked.any(bool(names)):  # all ranks are in this backward
+                replica.search(loss if run.sync_gradients else None)
+                if run.is_global_zero:
+                    warnings.warn(words.found_unused(names), stacklevel=2)
+        if not run.sync_gradients:
+            return contextlib.nullcontext()
+        replica.is_checked = True
+        return one_gradient_each(trained(replica))
+
     @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:
         if isinstance(run.model, _Replica):
@@ -174,7 +188,7 @@ class DDPStrategy(ProcessGroupStrategy):
     @hookimpl(optionalhook=True)
     def on_fit_end(self, trainer: TrainerView, run: RunContext) -> None:
         # With manual optimization torch does not count unused parameters.
-        searched = isinstance(run.model, DistributedDataParallel) and run.model.find_unused_parameters
+        searched = isinstance(run.model, DistributedDataParallel) and self.find_unused_parameters is True
         if searched and not run.manual:
             said = advice(run, trainer.global_step)
             if said and run.is_global_zero:
@@ -187,13 +201,28 @@ class DDPStrategy(ProcessGroupStrategy):
 class _Replica(DistributedDataParallel):
     """DDP that sends nothing in evaluation, where one rank may have more batches than another."""
 
-    def __init__(self, module: torch.nn.Module, traffic: Traffic, **options: Any) -> None:
+    def __init__(self, module: torch.nn.Module, run: RunContext, **options: Any) -> None:
         super().__init__(module, **options)
-        #: Names of the parameters that DDP averages, by its numbers; a parameter frozen later keeps its number.
-        self.names = names_of(self)
-        self.traffic = traffic
+        self.traffic, self.bucket_reducer = run.collectives.traffic, bucket_reducer(run)
         #: A static graph adds the gradients that a parameter gets in one backward.
         self.is_checked: bool = options["static_graph"]
+        self._number()
+
+    def _number(self) -> None:
+        #: Names of the parameters that DDP averages, by its numbers; a parameter frozen later keeps its number.
+        self.names = names_of(self)
+        if self.bucket_reducer is not None:
+            self.bucket_reducer.serve(self)
+
+    def search(self, loss: torch.Tensor | None) -> None:
+        """Search for unused parameters from the backward of `loss` on, None if it does not send: with a new reducer."""
+        self.find_unused_parameters = True
+        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]  # torch's
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, names, False)  # type: ignore[no-untyped-call]
+        self._number()
+        if loss is not None:
+            self.reducer.prepare_for_backward(list(_find_tensors(loss)))
 
     def check_frozen(self) -> None:
         """Refuse a parameter that was frozen when DDP wrapped the model and is trained now: DDP does not average it."""
@@ -227,14 +256,6 @@ def _learns_its_graph(replica: DistributedDataParallel) -> bool:
     averaging them again with the later micro-batches changes nothing.
     """
     return replica.static_graph and REACHED not in vars(replica)
-
-
-def _checked(replica: _Replica, run: RunContext) -> AbstractContextManager[None]:
-    """Refuse two gradients of a parameter in the first backward of `replica` that sends."""
-    if not run.sync_gradients:
-        return contextlib.nullcontext()
-    replica.is_checked = True
-    return one_gradient_each(trained(replica))
 
 
 def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel, run: RunContext) -> None:

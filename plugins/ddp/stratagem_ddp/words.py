@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ REACHED = "_stratagem_reached"
 _TRAINED = "_stratagem_trained"
 #: Minimum steps of a fit before `advice` gives any.
 _ENOUGH_STEPS = 10
+#: Where functions with a backward in Python are defined that take the parameters which they use as arguments.
+_SHOWS_PARAMETERS = ("torch._functorch", "torch.nn.", "stratagem_")
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 
 
@@ -113,16 +115,40 @@ def _list(names: list[str], shown: int = 3) -> str:
 
 def reached(loss: torch.Tensor) -> set[torch.Tensor]:
     """Return the leaves of the graph of `loss`."""
-    leaves, seen, waiting = set(), set(), [loss.grad_fn]
+    return {node.variable for node in _graph(loss) if hasattr(node, "variable")}
+
+
+def unreached(loss: torch.Tensor, replica: DistributedDataParallel) -> list[str]:
+    """Return the names of trained parameters that the graph of `loss` leaves out.
+
+    None where no graph shows all: with a function of a user's, a reentrant checkpoint, or earlier micro-batches.
+    """
+    leaves = reached(loss)
+    left = {name: parameter for name, parameter in trained_names(replica) if parameter not in leaves}
+    hidden = left and (
+        any(not getattr(node, "_forward_cls", _graph).__module__.startswith(_SHOWS_PARAMETERS) for node in _graph(loss))
+        or any(parameter.grad is not None for parameter in left.values())
+    )
+    return [] if hidden else [*left]
+
+
+def found_unused(names: list[str]) -> str:
+    """Return what to say once unused parameters are searched, of which `names` are this rank's."""
+    return (
+        f"{_list(names)} got no gradient in the first step, and DDP looks for unused parameters in each step from now "
+        "on: freeze what is not trained, or set strategy.ddp.find_unused_parameters: false refuses it, true is silent"
+    )
+
+
+def _graph(loss: torch.Tensor) -> set[Any]:
+    seen: set[Any] = {None}
+    waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        waiting += [parent for parent, _ in node.next_functions]
-    return leaves
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(dict(node.next_functions))
+    return seen
 
 
 def advice(run: RunContext, steps: int) -> str:

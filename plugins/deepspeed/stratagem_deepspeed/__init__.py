@@ -8,10 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_MODULES = {
-    "DeepSpeedStrategy": "strategy",
-    "convert_zero_checkpoint_to_fp32_state_dict": "consolidation",
-}
+_MODULES = {"DeepSpeedStrategy": "strategy", "convert_zero_checkpoint_to_fp32_state_dict": "consolidation"}
 
 __all__ = list(_MODULES)
 

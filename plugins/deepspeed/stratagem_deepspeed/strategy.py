@@ -50,6 +50,7 @@ from stratagem_deepspeed.partitions import Partitions, check_not_compiled, parti
 from stratagem_deepspeed.zero_section import device_of
 from stratagem_process_group import group_options_after
 from stratagem_process_group.losses import check_reached
+from stratagem_process_group.torch_errors import explained
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -295,7 +296,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @hookimpl(wrapper=True)
     def explain_error(self) -> Generator[None, BaseException, BaseException]:
-        return of_whole_layers((yield))
+        return explained(of_whole_layers((yield)))
 
     @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:

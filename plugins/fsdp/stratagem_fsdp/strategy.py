@@ -29,7 +29,7 @@ from stratagem_sharding.shards import gathered, local
 from stratagem_sharding.steps import ShardedSteps
 from stratagem_sharding.units import mark_unit, shard_units, units_of
 from stratagem_sharding.whole_matrices import whole_matrices
-from stratagem_transforms.activation_checkpointing import recompute
+from stratagem_transforms.activation_checkpointing import recompute, use_caches
 from stratagem_transforms.normalization import match_inputs
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
     #: Parameters without dimensions, which FSDP cannot divide, and their names.
     _scalars: list[tuple[str, nn.Parameter]] = field(init=False, factory=list)
     _steps: ShardedSteps = field(init=False, factory=lambda: ShardedSteps(_POLICY))
+    _without_cache: list[Any] = field(init=False, factory=list)
 
     # --- The model -----------------------------------------------------------------------------------------------
 
@@ -101,7 +102,12 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
     @hookimpl
     def teardown(self, run: RunContext) -> None:
         self._steps.close()
+        self.on_fit_end()
         super().teardown(run)
+
+    @hookimpl(optionalhook=True)
+    def on_fit_end(self) -> None:
+        use_caches(self._without_cache)
 
     @hookimpl
     def init_context(self) -> AbstractContextManager[Any]:
@@ -132,7 +138,7 @@ class FSDPStrategy(ShardingHooks, FSDPOptions):
         fill = filling_from_rank_0(module, "cpu" if self.cpu_offload else run.device, run)
         if self.activation_checkpointing_policy is not None:
             option = "strategy.fsdp.activation_checkpointing_policy"
-            recompute(user, self.activation_checkpointing_policy, option=option)
+            self._without_cache += recompute(user, self.activation_checkpointing_policy, option=option, run=run)
         options = self._options(run)
         shard_units(
             module, user, policy=self.auto_wrap_policy, option=_POLICY, options=options, fill=fill, run=run,

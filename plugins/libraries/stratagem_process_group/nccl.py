@@ -134,13 +134,7 @@ NCCL: Final = Library(
         "tree_threshold": "it was dropped for algo and proto",
         **{
             name.lower(): f"it is torch's: set TORCH_NCCL_{name} in the environment"
-            for name in (
-                *TORCH_OLD_NAMES,
-                "HEARTBEAT_TIMEOUT_SEC",
-                "TRACE_BUFFER_SIZE",
-                "DUMP_ON_TIMEOUT",
-                "NAN_CHECK",
-            )
+            for name in (*TORCH_OLD_NAMES, "HEARTBEAT_TIMEOUT_SEC", "TRACE_BUFFER_SIZE", "DUMP_ON_TIMEOUT", "NAN_CHECK")
         },
     },
     # Found in the library of release 2.32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,12 @@ class ProcessGroupStrategy(Strategy):
     @hookimpl
     def teardown(self, run: RunContext) -> None:
         unset_variables(run)
+
+    @hookimpl(wrapper=True)
+    def explain_error(self) -> Generator[None, BaseException, BaseException]:
+        from stratagem_process_group.torch_errors import explained
+
+        return explained((yield))
 
     def buffer_peers(self, run: RunContext) -> Collectives | None:
         """Return the ranks that train with the same buffers and evaluate with those of the first; None for no ranks."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import nn
 
 from stratagem.api import COMPILATION, hookimpl
@@ -57,6 +57,9 @@ class ActivationCheckpointing(Callback):
     #: memory.
     mode: str = "full"
 
+    #: Configurations of transformers whose `use_cache` is false during the run.
+    _without_cache: list[Any] = field(init=False, factory=list)
+
     def __attrs_post_init__(self) -> None:
         wanted = self.policy if self.mode == "full" else {"policy": self.policy, "mode": self.mode}
         self.policy, self.mode = read(wanted)
@@ -69,7 +72,13 @@ class ActivationCheckpointing(Callback):
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         if run.stage == "train":
-            recompute(module, self.policy, self.mode, compiles=run.provides(COMPILATION))
+            self._without_cache += recompute(module, self.policy, self.mode, run=run)
+
+    @hookimpl
+    def on_fit_end(self) -> None:
+        use_caches(self._without_cache)
+
+    teardown = on_fit_end
 
     @hookimpl(wrapper=True)
     def backward(self) -> Generator[None, bool, bool]:
@@ -110,21 +119,43 @@ def read(wanted: Any) -> tuple[Any, str]:
 
 
 def recompute(
-    module: nn.Module, policy: Any, mode: str = "full", option: str = OPTION, *, compiles: bool = False
-) -> None:
+    module: nn.Module, policy: Any, mode: str = "full", option: str = OPTION, *, run: RunContext
+) -> list[Any]:
     """Recompute the modules of `module` that `policy` selects in backward; calling it again changes nothing.
 
-    Args:
-        compiles: whether `module` will be compiled.
+    Returns:
+        Configurations of transformers whose `use_cache` was true, and is false now: see `use_caches`.
     """
-    for part in select(module, policy, option):
+    parts = select(module, policy, option)
+    for part in parts:
         if part.__dict__.get(RECOMPUTED) is None:
-            _apply(part, mode, compiles)
+            _apply(part, mode, run.provides(COMPILATION))
         elif part.__dict__[RECOMPUTED] != mode:
             raise ConfigError(
                 f"{option} is {mode!r} for {type(part).__name__}, which is under {part.__dict__[RECOMPUTED]!r} already",
                 expected="one of the two",
             )
+    return [] if mode == "offload" else _use_no_cache(module, set(parts), run)
+
+
+def _use_no_cache(module: nn.Module, parts: set[nn.Module], run: RunContext) -> list[Any]:
+    """Set `use_cache` of the models around `parts` to false: a part would append its keys and values again."""
+    changed = []
+    for owner in module.modules():
+        config: Any = getattr(owner, "config", None)
+        if getattr(config, "use_cache", False) is True and owner not in parts and parts & {*owner.modules()}:
+            config.use_cache = False
+            changed.append(config)
+    if changed:
+        name = type(changed[0]).__name__
+        run.print(f"{OPTION}: {name}.use_cache is false during this run; blocks would fill the cache in backward again")
+    return changed
+
+
+def use_caches(configs: list[Any]) -> None:
+    """Set `use_cache` of `configs` to true again, and forget them."""
+    while configs:
+        configs.pop().use_cache = True
 
 
 def _apply(part: nn.Module, mode: str, compiles: bool) -> None:
@@ -134,8 +165,6 @@ def _apply(part: nn.Module, mode: str, compiles: bool) -> None:
         _keep_on_cpu(part)
     elif mode == "selective" and compiles:
         part.__dict__["forward"] = Selective(part.forward)
-    elif compiles:
-        checkpoint(part)
     else:
         inner = _keeping_products if mode == "selective" else nothing
         checkpoint(part, context_fn=functools.partial(RecomputedState(part).contexts, inner))

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stratagem.api import hookimpl
 from stratagem.errors import ConfigError
 from stratagem_trainer.api import Callback
+from stratagem_trainer.uncompiled import keep_uncompiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,6 +127,9 @@ class _Synced:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # The subclass exists only in this process: pickle the layer as its original class.
         return _blank, (type(self).__mro__[2],), self.__dict__.copy()
+
+
+keep_uncompiled(_Synced, "forward")  # its messages cannot be traced
 
 
 def _normalization(x: Tensor) -> type[torch.autograd.Function]:

@@ -13,11 +13,7 @@ CHECK: Final = "check"
 #: The line has the same meaning.
 SAME: Final = "same"
 
-CERTAINTIES: Final = {
-    CHANGE: "must be changed",
-    CHECK: "works differently",
-    SAME: "stays as it is",
-}
+CERTAINTIES: Final = {CHANGE: "must be changed", CHECK: "works differently", SAME: "stays as it is"}
 
 
 @frozen(order=True)

@@ -29,9 +29,7 @@ SELF: Final[dict[str, tuple[str, str]]] = {
     "get_progress_bar_dict": ("self.trainer.progress_bar_metrics", ""),
 }
 #: Attributes of LightningDataModule that DataModule does not have.
-_DATA: Final[dict[str, tuple[str, str]]] = {
-    "load_from_checkpoint": ("its __init__", ""),
-}
+_DATA: Final[dict[str, tuple[str, str]]] = {"load_from_checkpoint": ("its __init__", "")}
 #: Positional options of Lightning's `log`, in order.
 LOG_ORDER: Final = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 

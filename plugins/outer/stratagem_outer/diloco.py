@@ -57,8 +57,7 @@ class DiLoCoStrategy(OuterStrategy):
     def _check_compression(self) -> None:
         if self.compress == "fp16" and all(local_tensor(p).dtype.itemsize <= 2 for p in self._trained.values()):
             raise ConfigError(
-                f"{self.path}.compress is 'fp16' and all parameters have 16 bits already",
-                expected="'int8' or None",
+                f"{self.path}.compress is 'fp16' and all parameters have 16 bits already", expected="'int8' or None"
             )
 
     def is_sync_step(self) -> bool:

@@ -11,14 +11,6 @@ from stratagem_parallel.presets import (
 from stratagem_parallel.strategy import ParallelStrategy
 
 __all__ = [
-    "ParallelStrategy",
-    "context_mean",
-    "context_offset",
-    "context_parallel",
-    "context_sum",
-    "ddp_sequential",
-    "expert_parallel",
-    "local_attention",
-    "pipeline_parallel",
-    "tensor_parallel",
-]
+    "ParallelStrategy", "context_mean", "context_offset", "context_parallel", "context_sum", "ddp_sequential",
+    "expert_parallel", "local_attention", "pipeline_parallel", "tensor_parallel",
+]  # fmt: skip

@@ -40,14 +40,7 @@ from stratagem.api.readback import LateFlag
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import ShardedSampler
-from stratagem_trainer.combined_loader import (
-    generators_in,
-    has_state,
-    length,
-    parts_of,
-    restore_seeds_in,
-    seeds_in,
-)
+from stratagem_trainer.combined_loader import generators_in, has_state, length, parts_of, restore_seeds_in, seeds_in
 from stratagem_trainer.loader_samplers import in_order_of_several
 from stratagem_trainer.loader_wait import LoaderWait
 

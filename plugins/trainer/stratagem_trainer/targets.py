@@ -33,7 +33,7 @@ class Targets:
         """
         labels = self.find(batch)
         if labels is None:
-            keys = [str(key) for key in batch] if isinstance(batch, Mapping) else []
+            keys = [str(key) for key in list(batch.keys())] if isinstance(batch, Mapping) else []
             has = f"a {type(batch).__name__}" + (f" with {', '.join(keys)}" if keys else "")
             do = 'name them: loss_normalization={"labels": KEY_OR_POSITION}'
             if not isinstance(batch, Mapping | list | tuple):
@@ -53,7 +53,7 @@ class Targets:
 
         key = self.labels
         if isinstance(batch, Mapping):
-            found = batch.get(key)
+            found = batch[key] if key in list(batch.keys()) else None  # not `in batch`: a TensorDict refuses it
         elif isinstance(batch, list | tuple) and isinstance(key, int) and -len(batch) <= key < len(batch):
             found = batch[key]
         else:
@@ -82,8 +82,7 @@ def read(value: str | Mapping[str, Any]) -> Targets | None:
     if value == "tokens":
         return Targets()
     raise ConfigError(
-        f"loss_normalization is {value!r}",
-        expected=f'"batches", "tokens", or a dictionary with {", ".join(names)}',
+        f"loss_normalization is {value!r}", expected=f'"batches", "tokens", or a dictionary with {", ".join(names)}'
     )
 
 

@@ -56,8 +56,7 @@ class Plan:
         missing = set.intersection(*absent.values())
         if missing:
             raise CheckpointError(
-                f"{len(missing)} tensors of the checkpoint have values on no rank",
-                do="tell the strategy's author",
+                f"{len(missing)} tensors of the checkpoint have values on no rank", do="tell the strategy's author"
             )
         # Small tensors may differ between ranks (BatchNorm statistics): one rank writes each of them.
         small = {n for n, each in enumerate(self._sources) if _is_small(each)}
