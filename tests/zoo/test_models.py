@@ -141,11 +141,11 @@ def difference(found, weights):
     )
 
 
-def plainly(rank, size, name, pads):
+def plainly(rank, size, name, pads, epochs=1):
     """Return the weights, the loss of validation and the largest norm of a gradient of a plain loop in one process."""
     module, norms = Public(name), []
     optimizer = module.configure_optimizers()
-    for index, batch in enumerate(batches(name, pads=pads)):
+    for index, batch in enumerate([*batches(name, pads=pads)] * epochs):
         module.training_step(batch, index).backward()
         norms.append(float(clip_grad_norm_(module.parameters(), 5.0)))
         optimizer.step()
@@ -204,4 +204,38 @@ def test_a_llama_in_stages_takes_other_axes_and_schedules(options, size):
     ((weights, _, _),) = run_in_processes(plainly, 1, "LlamaForCausalLM", pads)
 
     for found, _, _ in run_in_processes(cut, size, "LlamaForCausalLM", {"pipeline": 2} | options):
+        assert difference(found, weights) < 1e-6
+
+
+#: Each goes on where the one before stopped, and how many shares a batch has there.
+CHAIN = [
+    ("ddp_sharded", 2), ({"name": "fsdp", "auto_wrap_policy": "blocks"}, 2), ({"name": "parallel", "tensor": 2}, 1),
+    ({"name": "parallel", "pipeline": 2}, 1), ("deepspeed_stage_3", 2), ({"name": "parallel", "context": 2}, 1),
+]  # fmt: skip
+
+
+def moved(rank, size, name, folder):
+    """Return the weights after an epoch under each strategy of the chain, each of which resumes the one before."""
+    path = None
+    for number, (strategy, shares) in enumerate(CHAIN[: -1 if name in WHOLE else None]):
+        trainer = sg.Trainer(
+            strategy=strategy,
+            devices=size,
+            gradient_clip_val=5.0,
+            **QUIET | {"accelerator": "cpu", "max_epochs": number + 1},
+        )
+        with contextlib.redirect_stdout(None):
+            trainer.fit(Public(name), batches(name, shares, pads=False), ckpt_path=path)
+        path = f"{folder}/{name}-{number}"
+        trainer.save_checkpoint(path)
+        weights = weights_of(trainer)
+        trainer.close()
+    return weights, number + 1
+
+
+@pytest.mark.sweep(guard="tests/zoo/test_models.py::test_models_of_others_train_as_in_one_process")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_of_a_model_of_others_goes_on_under_other_strategies(name, tmp_path):
+    for found, epochs in run_in_processes(moved, 2, name, str(tmp_path)):
+        ((weights, _, _),) = run_in_processes(plainly, 1, name, False, epochs)
         assert difference(found, weights) < 1e-6
