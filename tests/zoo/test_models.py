@@ -6,8 +6,10 @@ The models are small and have random weights. `make test` trains five of them, i
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from stratagem_testing.training import QUIET, weights_of
 
 pytestmark = [HEAVY, pytest.mark.slow]
 
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 SAMPLES, BATCH, LENGTH, WORDS = 16, 8, 12, 64
 SHAPE = {
     "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -186,6 +189,15 @@ def test_models_of_others_train_as_in_one_process(names):
             assert validated == pytest.approx(loss, rel=1e-4), case
             assert held < CUTS[case[1]][1] * sum(one.numel() for one in Public(case[0]).parameters()), case
             assert norm > 1, case
+
+
+@pytest.mark.parametrize(("way", "heading"), zip(CUTS, ("Pipeline", "Tensor and sequence", "Context"), strict=True))
+def test_the_page_names_the_models(way, heading):
+    section = PAGE.read_text().partition(f"## {heading} parallelism")[2].partition("\n## ")[0]
+    named = re.sub("[^a-z0-9]", "", section.lower())
+    models = [re.sub("For[A-Z].*|LMHeadModel", "", name) for name in MODELS if way != "sequences" or name not in WHOLE]
+
+    assert [name for name in models if name.lower() not in named] == []
 
 
 @pytest.mark.parametrize(
