@@ -28,7 +28,10 @@ CASES = {
     "tensor": (2, {"tensor": 2}),
     "pipeline": (2, {"pipeline": 2, "microbatches": MICROBATCHES, "balance": [2, 2]}),
     "tensor_and_shard": (4, {"tensor": 2, "shard": 2}),
+    "pipeline_llama": (2, {"pipeline": 2, "microbatches": MICROBATCHES}),
 }
+#: Of the model of transformers: words, positions, samples, layers.
+WORDS, LENGTH, SAMPLES, LAYERS = 1024, 64, 16, 8
 
 
 class Block(nn.Sequential):
@@ -62,6 +65,58 @@ class Model(sg.Module):
         self.took = self.clock.read()
 
 
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_hidden_layers": LAYERS}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, use_cache=False, attn_implementation="sdpa", **sizes))
+
+
+class Llama(Model):
+    """As its users have it: the model of transformers as it is."""
+
+    def __init__(self) -> None:
+        sg.Module.__init__(self)
+        self.net = llama()
+
+    parallel_plan = None
+
+    def training_step(self, batch, batch_idx):
+        return self.net(input_ids=batch[0], labels=batch[1]).loss
+
+
+class HalfOfLlama(nn.Module):
+    """What somebody writes who cuts it by hand."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        whole = llama()
+        half = LAYERS // 2
+        self.rotary = whole.model.rotary_emb
+        self.layers = whole.model.layers[:half] if rank == 0 else whole.model.layers[half:]
+        self.before = whole.model.embed_tokens if rank == 0 else nn.Identity()
+        self.after = nn.Identity() if rank == 0 else nn.Sequential(whole.model.norm, whole.lm_head)
+
+    def forward(self, x):
+        x = self.before(x)
+        positions = torch.arange(x.shape[1]).unsqueeze(0)
+        rotary = self.rotary(x, positions)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=rotary, position_ids=positions)
+        return self.after(x)
+
+
+def next_word_loss(logits, words):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), words[:, 1:].flatten())
+
+
+def batches_of(case: str, steps: int):
+    if case == "pipeline_llama":
+        return [(words, words) for words in (torch.randint(WORDS, (SAMPLES, LENGTH)) for _ in range(steps))]
+    return [(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)) for _ in range(steps)]
+
+
 class Clock:
     """Seconds since it was made, and seconds of CPU of this process."""
 
@@ -81,11 +136,12 @@ def by_hand(case: str, batches) -> tuple[float, float]:
     size = dist.get_world_size()
     if case == "replicate":
         net = DistributedDataParallel(net)
-    elif case == "pipeline":
-        rank = dist.get_rank()
-        net = net[:2] if rank == 0 else net[2:]
+    elif case.startswith("pipeline"):
+        rank, is_llama = dist.get_rank(), case == "pipeline_llama"
+        net = HalfOfLlama(rank) if is_llama else net[:2] if rank == 0 else net[2:]
         stage = PipelineStage(net, rank, 2, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        loss = next_word_loss if is_llama else nn.functional.mse_loss
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
 
         def forward_backward(x, y):
             if rank == 0:
@@ -115,7 +171,7 @@ def by_hand(case: str, batches) -> tuple[float, float]:
 def ours(case: str, batches) -> tuple[float, float]:
     """Train with a Trainer; return seconds of time and of CPU."""
     size, options = CASES[case]
-    model = Model()
+    model = Llama() if case == "pipeline_llama" else Model()
     trainer = sg.Trainer(
         max_epochs=1, strategy={"name": "parallel", **options}, devices=size, accelerator="cpu", barebones=True
     )
@@ -125,7 +181,7 @@ def ours(case: str, batches) -> tuple[float, float]:
 
 def measure(case: str, steps: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
     torch.set_num_threads(1)
-    batches = [(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)) for _ in range(steps)]
+    batches = batches_of(case, steps)
     variants = {"by hand": by_hand, "stratagem": ours, "by hand again": by_hand}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for round_number in range(rounds + 1):
