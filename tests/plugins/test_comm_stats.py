@@ -153,7 +153,7 @@ def test_they_reach_the_logger(tmp_path):
     (path,) = tmp_path.rglob("metrics.csv")
     rows = [row for row in csv.DictReader(path.open()) if row.get("comm/bytes_per_step")]
 
-    assert [float(row["comm/bytes_per_step"]) for row in rows] == [SIZE / 2 + 2 * 8] + [SIZE / 2] * 4
+    assert [float(row["comm/bytes_per_step"]) for row in rows] == [SIZE / 2 + 3 * 8] + [SIZE / 2] * 4
     assert [float(row["comm/compression_ratio"]) for row in rows] == [2.0] * 5
 
 

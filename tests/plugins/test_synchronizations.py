@@ -178,8 +178,9 @@ def test_ddp_leaves_batches_to_the_run_on_a_gpu(monkeypatch):
     options = {}
 
     class Replica(nn.Module):
-        def __init__(self, module, _traffic, **given):
+        def __init__(self, module, _run, **given):
             super().__init__()
+            self.bucket_reducer = None
             options.update(given)
 
     monkeypatch.setattr(stratagem_ddp.strategy, "_Replica", Replica)

@@ -290,8 +290,8 @@ class Context:
                 self.materializer(module).fill(module)
             if self.world_size > 1:
                 _separate_elements(module)
-            if stage == "train" and self.strategy.mesh(self.peers_world).num_data_shards > 1:
-                _check_rows(module)
+                if stage == "train" and self.strategy.mesh(self.peers_world).num_data_shards > 1:
+                    _check_rows(module)
             self.model = self.hooks.ask("wrap_model", module=StepModule(module))
             if not early or begun_on_meta(made):
                 made, early = make(), False

@@ -168,15 +168,15 @@ class DDPStrategy(ProcessGroupStrategy):
 
         Search for unused parameters from now on if `loss` leaves some out, on any rank. Collective.
         """
+        if not run.sync_gradients:
+            return contextlib.nullcontext()
         # A loop without a Trainer may differentiate several losses of one forward.
         if self.find_unused_parameters == "auto" and not replica.find_unused_parameters and run.owns_loop:
             names = words.unreached(loss, replica)
             if run.peers.unchecked.any(bool(names)):  # all ranks are in this backward
-                replica.search(loss if run.sync_gradients else None)
+                replica.search(loss)
                 if run.is_global_zero:
                     warnings.warn(words.found_unused(names), stacklevel=2)
-        if not run.sync_gradients:
-            return contextlib.nullcontext()
         replica.is_checked = True
         return one_gradient_each(trained(replica))
 
@@ -214,15 +214,14 @@ class _Replica(DistributedDataParallel):
         if self.bucket_reducer is not None:
             self.bucket_reducer.serve(self)
 
-    def search(self, loss: torch.Tensor | None) -> None:
-        """Search for unused parameters from the backward of `loss` on, None if it does not send: with a new reducer."""
+    def search(self, loss: torch.Tensor) -> None:
+        """Search for unused parameters from the backward of `loss` on, with a new reducer."""
         self.find_unused_parameters = True
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]  # torch's
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, names, False)  # type: ignore[no-untyped-call]
         self._number()
-        if loss is not None:
-            self.reducer.prepare_for_backward(list(_find_tensors(loss)))
+        self.reducer.prepare_for_backward(list(_find_tensors(loss)))
 
     def check_frozen(self) -> None:
         """Refuse a parameter that was frozen when DDP wrapped the model and is trained now: DDP does not average it."""
