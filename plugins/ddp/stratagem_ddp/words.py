@@ -136,7 +136,7 @@ def found_unused(names: list[str]) -> str:
     """Return what to say once unused parameters are searched, of which `names` are this rank's."""
     return (
         f"{_list(names)} got no gradient in the first step, and DDP looks for unused parameters in each step from now "
-        "on; freeze what is not trained, or choose strategy='ddp_find_unused_parameters_true', which says nothing"
+        "on; freeze what is not trained, or set strategy.ddp.find_unused_parameters to true, which says nothing"
     )
 
 
