@@ -87,7 +87,7 @@ class Llama(Model):
 
 
 class HalfOfLlama(nn.Module):
-    """What somebody writes who cuts it by hand."""
+    """What is written to cut it by hand."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

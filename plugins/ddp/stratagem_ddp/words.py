@@ -121,15 +121,14 @@ def reached(loss: torch.Tensor) -> set[torch.Tensor]:
 def unreached(loss: torch.Tensor, replica: DistributedDataParallel) -> list[str]:
     """Return the names of trained parameters that the graph of `loss` leaves out.
 
-    None where no graph shows all: with a function of a user's, a reentrant checkpoint, or earlier micro-batches.
+    None where no graph shows all: with a function of a user's, or a reentrant checkpoint.
     """
     leaves = reached(loss)
-    left = {name: parameter for name, parameter in trained_names(replica) if parameter not in leaves}
-    hidden = left and (
-        any(not getattr(node, "_forward_cls", _graph).__module__.startswith(_SHOWS_PARAMETERS) for node in _graph(loss))
-        or any(parameter.grad is not None for parameter in left.values())
+    left = [name for name, parameter in trained_names(replica) if parameter not in leaves]
+    hidden = left and any(
+        not getattr(node, "_forward_cls", _graph).__module__.startswith(_SHOWS_PARAMETERS) for node in _graph(loss)
     )
-    return [] if hidden else [*left]
+    return [] if hidden else left
 
 
 def found_unused(names: list[str]) -> str:
