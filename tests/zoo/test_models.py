@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -170,8 +169,10 @@ def cut(rank, size, name, options):
     return weights_of(trainer), float(trainer.callback_metrics["val_loss"]), held
 
 
-def each(train, rank, size, cases, *arguments):
-    return [train(rank, size, *case, *arguments) for case in cases]
+def both(rank, size, names, cases):
+    """Return what a plain loop gives for each of `names`, and what each case gives."""
+    plain = {name: plainly(rank, size, name, True) for name in names}
+    return plain, [cut(rank, size, name, CUTS[way][0]) for name, way in cases]
 
 
 @pytest.mark.parametrize(
@@ -179,11 +180,9 @@ def each(train, rank, size, cases, *arguments):
 )
 def test_models_of_others_train_as_in_one_process(names):
     cases = [(name, way) for way in CUTS for name in names if way != "sequences" or name not in WHOLE]
-    (plain,) = run_in_processes(partial(each, plainly), 1, [(name,) for name in names], True)
-    references = dict(zip(names, plain, strict=True))
 
-    for rank in run_in_processes(partial(each, cut), 2, [(name, CUTS[way][0]) for name, way in cases]):
-        for case, (found, validated, held) in zip(cases, rank, strict=True):
+    for references, results in run_in_processes(both, 2, names, cases):
+        for case, (found, validated, held) in zip(cases, results, strict=True):
             weights, loss, norm = references[case[0]]
             assert difference(found, weights) < 1e-6, case
             assert validated == pytest.approx(loss, rel=1e-4), case
