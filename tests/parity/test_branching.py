@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 
 import pytest
@@ -165,32 +166,48 @@ def alternating():
     return batches
 
 
+def alike():
+    """Return batches of which all ranks take one layer, and the other one in the next batch."""
+    batches = branching_batches(6, 24, 2)
+    for index, (x, _) in enumerate(batches):
+        x[:, 0] = (-1.0) ** index
+    return batches
+
+
+ORDERS = (alternating, alike)
+
+
 def _train_windows(rank, size):
     found = {}
-    for name, (strategy, hook) in WINDOWS.items():
+    for order, (name, (strategy, hook)) in itertools.product(ORDERS, WINDOWS.items()):
         arguments = {"strategy": strategy, "comm_hook": hook, "devices": size, "accelerator": "cpu"}
         trainer = sg.Trainer(accumulate_grad_batches=2, gradient_clip_val=1.0, **(QUIET | arguments))
-        trainer.fit(Branching(), share(trainer, alternating()))
-        found[name] = weights_of(trainer)
+        trainer.fit(Branching(), share(trainer, order()))
+        found[order, name] = weights_of(trainer)
         trainer.close()
     return found
 
 
-@pytest.mark.slow
-def test_what_a_window_reaches_in_any_order_is_averaged_whole():
+def _windows_plainly(order):
     plain = Branching()
     optimizer = plain.configure_optimizers()
-    for index, batch in enumerate(alternating()):
+    for index, batch in enumerate(order()):
         for rank in range(2):
             (plain.training_step(part([batch], rank, 2)[0], index) / 4).backward()
         if index % 2 == 1:
             assert nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1
             optimizer.step()
             optimizer.zero_grad()
+    return plain.state_dict()
+
+
+@pytest.mark.slow
+def test_what_a_window_reaches_in_any_order_is_averaged_whole():
+    plain = {order: _windows_plainly(order) for order in ORDERS}
 
     for results in run_in_processes(_train_windows, 2, limit_s=300):
-        for name, weights in results.items():
-            assert relative_difference(weights, plain.state_dict()) < 1e-6, name
+        for (order, name), weights in results.items():
+            assert relative_difference(weights, plain[order]) < 1e-6, (order.__name__, name)
 
 
 # --- Parts of a batch in one process -----------------------------------------------------------------------------

@@ -147,7 +147,10 @@ class DDPStrategy(ProcessGroupStrategy):
                 module.finish(run.manual or self.find_unused_parameters is not False or not run.owns_loop)
             return True
         try:
-            with contextlib.nullcontext() if module.is_checked else self._checked(loss, module, run):
+            is_first = run.sync_gradients and not module.is_checked
+            if is_first:
+                loss, module.is_checked = self._searched(loss, module, run), True
+            with one_gradient_each(trained(module)) if is_first else contextlib.nullcontext():
                 if run.manual and run.sync_gradients:
                     _backward_inside_forward(loss, module, run)
                 else:
@@ -163,22 +166,21 @@ class DDPStrategy(ProcessGroupStrategy):
             vars(module)[REACHED] = reached(loss)
         return True
 
-    def _checked(self, loss: torch.Tensor, replica: _Replica, run: RunContext) -> AbstractContextManager[None]:
-        """Refuse two gradients of a parameter in the first backward of `replica` that sends.
+    def _searched(self, loss: torch.Tensor, replica: _Replica, run: RunContext) -> torch.Tensor:
+        """Return the first loss that sends; search for unused parameters if it leaves some out on any rank. Collective.
 
-        Search for unused parameters from now on if `loss` leaves some out, on any rank. Collective.
+        A loop without a Trainer is left alone: it may differentiate several losses of one forward.
         """
-        if not run.sync_gradients:
-            return contextlib.nullcontext()
-        # A loop without a Trainer may differentiate several losses of one forward.
-        if self.find_unused_parameters == "auto" and not replica.find_unused_parameters and run.owns_loop:
-            names = words.unreached(loss, replica)
-            if run.peers.unchecked.any(bool(names)):  # all ranks are in this backward
-                replica.search(loss)
-                if run.is_global_zero:
-                    warnings.warn(words.found_unused(names), stacklevel=2)
-        replica.is_checked = True
-        return one_gradient_each(trained(replica))
+        is_asked = self.find_unused_parameters == "auto" and not replica.find_unused_parameters and run.owns_loop
+        left, names = words.left_out(loss, replica) if is_asked else ({}, [])
+        if is_asked and run.peers.unchecked.any(bool(names)):  # all ranks are in this backward
+            # A new reducer does not know what earlier batches of the window have used: this loss uses it, too.
+            used = [each.flatten()[:0].sum() for each in left.values() if each.grad is not None]
+            loss = loss + sum(used).to(loss) if used else loss  # type: ignore[union-attr]
+            replica.search(loss)
+            if run.is_global_zero:
+                warnings.warn(words.found_unused(names), stacklevel=2)
+        return loss
 
     @hookimpl(optionalhook=True)
     def on_train_epoch_end(self, run: RunContext) -> None:

@@ -118,17 +118,18 @@ def reached(loss: torch.Tensor) -> set[torch.Tensor]:
     return {node.variable for node in _graph(loss) if hasattr(node, "variable")}
 
 
-def unreached(loss: torch.Tensor, replica: DistributedDataParallel) -> list[str]:
-    """Return the names of trained parameters that the graph of `loss` leaves out.
+def left_out(loss: torch.Tensor, replica: DistributedDataParallel) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the trained parameters that the graph of `loss` leaves out, and the names of those that it does not use.
 
-    None where no graph shows all: with a function of a user's, or a reentrant checkpoint.
+    No names where no graph shows all: with a function of a user's, or a reentrant checkpoint.
     """
-    leaves = reached(loss)
-    left = [name for name, parameter in trained_names(replica) if parameter not in leaves]
+    nodes = _graph(loss)
+    leaves = {node.variable for node in nodes if hasattr(node, "variable")}
+    left = {name: parameter for name, parameter in trained_names(replica) if parameter not in leaves}
     hidden = left and any(
-        not getattr(node, "_forward_cls", _graph).__module__.startswith(_SHOWS_PARAMETERS) for node in _graph(loss)
+        not getattr(node, "_forward_cls", _graph).__module__.startswith(_SHOWS_PARAMETERS) for node in nodes
     )
-    return [] if hidden else left
+    return left, [] if hidden else [*left]
 
 
 def found_unused(names: list[str]) -> str:
