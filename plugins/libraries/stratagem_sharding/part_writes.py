@@ -221,8 +221,7 @@ _of_class.__setitem__, _of_class.data = _set_item, property(_DATA.__get__, _set_
 
 
 def _memory(tensor: Any) -> int:
-    address: int = tensor._local_tensor.untyped_storage().data_ptr()
-    return address
+    return int(tensor._local_tensor.untyped_storage().data_ptr())
 
 
 def _replicated(value: Any, like: DTensor) -> Any:

@@ -72,10 +72,8 @@ def features(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def _has_experts(part: nn.Module, size: int) -> bool:
-    first, last = (part._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
-    if first is None or last is None or first.dim() != 3 or last.dim() != 3:
-        return False
-    return not any(each.shape[1] % size or each.shape[2] % size for each in (first, last))
+    both = [part._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
+    return all(each is not None and each.dim() == 3 and not any(n % size for n in each.shape[1:]) for each in both)
 
 
 Layers = dict[str, nn.Module]
@@ -94,8 +92,9 @@ def _layers(part: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_repeated(part: nn.Module) -> bool:
-    kinds = [type(child) for child in part.children()]
-    return isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict) and len(kinds) > 1 == len(set(kinds))
+    is_list = isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    kinds = [type(child) for child in part.children()] if is_list else []
+    return len(kinds) > 1 == len(set(kinds))
 
 
 #: Names of layers that take what others of equal shape compute, and of keys and values.
@@ -172,8 +171,8 @@ def _vocabulary(module: nn.Module, found: Plan, held: Counter[nn.Parameter], siz
     heads = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear) and name not in found]
     plan: Plan = {}
     for name, table in tables:
-        plain = table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
-        plain = plain and not _NO_WORDS.search(name)
+        has_words = not _NO_WORDS.search(name)
+        plain = has_words and table.max_norm is None and not (table.scale_grad_by_freq or table.sparse)
         for head_name, head in heads:
             fits = head.weight.shape == table.weight.shape and table.num_embeddings >= size
             if plain and fits and (head.bias is None or held[head.bias] == 1):

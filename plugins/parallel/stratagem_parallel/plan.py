@@ -87,9 +87,8 @@ def _check_style(style: Any, where: str) -> None:
     if isinstance(style, ParallelStyle):
         return
     if not isinstance(style, str) or style not in NAMES:
-        hint = nearest(style, NAMES) if isinstance(style, str) else ""
         raise ConfigError(
             f"{where} is {shown(style)}",
             expected=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, or a ParallelStyle of torch",
-            do=hint,
+            do=nearest(style, NAMES) if isinstance(style, str) else "",
         )

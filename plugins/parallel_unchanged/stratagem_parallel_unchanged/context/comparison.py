@@ -51,8 +51,7 @@ def difference(
         named.add(FAILS)
     if not wanted():
         return None
-    option = "strategy.parallel.context"
-    losses = different_losses(found, method, user, run, option, named, tells=run.is_global_zero)
+    losses = different_losses(found, method, user, run, "strategy.parallel.context", named, tells=run.is_global_zero)
     if losses is None:
         return None
     return ConfigError(

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 def models_of(module: nn.Module) -> list[nn.Module]:
     """Return the models of Hugging Face within `module` that are in no other."""
-    if any(
-        f"{base.__module__}.{base.__name__}" == "transformers.modeling_utils.PreTrainedModel"
-        for base in type(module).__mro__
-    ):
+    bases = {f"{base.__module__}.{base.__name__}" for base in type(module).__mro__}
+    if "transformers.modeling_utils.PreTrainedModel" in bases:
         return [module]
     return [model for child in module.children() for model in models_of(child)]
 
@@ -43,6 +41,8 @@ class HuggingFaceModels:
         #: How transformers builds masks and finds documents, while a model is called.
         self._builds: Any = None
         self._finds: Any = None
+        #: The model that is called, which may call others.
+        self._caller: nn.Module | None = None
         self._masking: Any = sys.modules.get("transformers.masking_utils")
         #: The document of each position of whole sequences, if several are packed into one.
         self._documents: Tensor | None = None
@@ -68,17 +68,19 @@ class HuggingFaceModels:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.axis.is_running:
             return None
-        masks = self._masking.ALL_MASK_ATTENTION_FUNCTIONS
-        self._builds, masks["sdpa"] = masks["sdpa"], self._mask
-        self._finds, self._masking.find_packed_sequence_indices = self._masking.find_packed_sequence_indices, _none
+        if self._caller is None:
+            self._caller, masks = model, self._masking.ALL_MASK_ATTENTION_FUNCTIONS
+            self._builds, masks["sdpa"] = masks["sdpa"], self._mask
+            self._finds = self._masking.find_packed_sequence_indices
+            self._masking.find_packed_sequence_indices = _none
         with torch._C.DisableTorchFunction():  # what follows knows that sequences are cut
             return self._arguments(model, args, kwargs)
 
     @torch._disable_dynamo
-    def _after_forward(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        if self._builds is not None:
+    def _after_forward(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        if model is self._caller:
             self._masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = self._builds
-            self._masking.find_packed_sequence_indices, self._builds = self._finds, None
+            self._masking.find_packed_sequence_indices, self._caller = self._finds, None
 
     @torch._disable_dynamo
     def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:

@@ -109,9 +109,8 @@ def _resized(name: str, args: Arguments, options: Options, axis: Part) -> str:
 
 
 def _at(value: Any, place: int) -> Any:
-    if isinstance(value, tuple | list):
-        return value[place % len(value)] if value else 1
-    return value
+    several = value if isinstance(value, tuple | list) else (value,)
+    return several[place % len(several)] if several else 1
 
 
 # --- Products --------------------------------------------------------------------------------------------------------
