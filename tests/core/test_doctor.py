@@ -238,14 +238,13 @@ def test_asking_for_it_by_name_leaves_other_commands_quick():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("NCCL_NSOCKS_PER_THREAD", "NCCL does not read it; did you mean NCCL_NSOCKS_PERTHREAD"),
         (
             "NCCL_TIMEOUT",
-            "NCCL does not read it; how long ranks wait for each other is the strategy's option `timeout`",
+            "NCCL documents no such variable; how long ranks wait for each other is the strategy's option `timeout`",
         ),
-        ("NCCL_CHECKS_DISABLE", "NCCL does not read it; it was dropped; there is check_pointers"),
-        ("TORCH_NCCL_BLOCKINGWAIT", "torch does not read it; did you mean TORCH_NCCL_BLOCKING_WAIT"),
-        ("GLOO_SOCKET_IFACE", "gloo does not read it; did you mean GLOO_SOCKET_IFNAME"),
+        ("NCCL_CHECKS_DISABLE", "NCCL documents no such variable; it was dropped; there is check_pointers"),
+        ("TORCH_NCCL_BLOCKINGWAIT", "torch documents no such variable; did you mean TORCH_NCCL_BLOCKING_WAIT"),
+        ("GLOO_SOCKET_IFACE", "gloo documents no such variable; did you mean GLOO_SOCKET_IFNAME"),
     ],
 )
 @pytest.mark.usefixtures("no_smoke")
@@ -261,15 +260,18 @@ def test_a_variable_that_nobody_reads_is_a_problem(name, advice, capsys, monkeyp
 @pytest.mark.usefixtures("no_smoke")
 def test_what_a_network_plugin_may_read_is_noted_and_what_is_known_is_not(capsys, monkeypatch):
     known = (
-        "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_GIN_ENABLE", "NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_GLOO_LAZY_INIT",
     )  # fmt: skip
-    for name in (*known, "NCCL_FASTRAK_CTRL_DEV"):
+    for name in (*known, "NCCL_FASTRAK_CTRL_DEV", "NCCL_NSOCKS_PER_THREAD"):
         monkeypatch.setenv(name, "1")
     code, report = examined(capsys)
 
     assert (code, report["problems"]) == (0, [])
-    assert report["remarks"] == {"NCCL_FASTRAK_CTRL_DEV": "NCCL does not read it; a network plugin may"}
+    assert report["remarks"] == {
+        "NCCL_FASTRAK_CTRL_DEV": "NCCL documents no such variable; a network plugin may read it",
+        "NCCL_NSOCKS_PER_THREAD": "NCCL documents no such variable; did you mean NCCL_NSOCKS_PERTHREAD",
+    }
     assert set(known) <= set(report["environment"])
 
 

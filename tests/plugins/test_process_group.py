@@ -174,10 +174,6 @@ def test_the_release_is_that_of_the_library_which_is_loaded(monkeypatch):
     assert nccl._installed_nccl() == (2, 27, 5)
 
 
-def test_every_option_with_a_first_release_is_one():
-    assert all(nccl.NCCL.reads(option) for option in nccl._NCCL_SINCE)
-
-
 # --- In force ----------------------------------------------------------------------------------------------------
 
 

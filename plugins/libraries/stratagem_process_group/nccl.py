@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from stratagem_process_group.rules import (
@@ -137,21 +136,4 @@ NCCL: Final = Library(
             for name in (*TORCH_OLD_NAMES, "HEARTBEAT_TIMEOUT_SEC", "TRACE_BUFFER_SIZE", "DUMP_ON_TIMEOUT", "NAN_CHECK")
         },
     },
-    # Found in the library of release 2.32.
-    undocumented=re.compile(
-        "(?:ce|cft|diagnostics|gdrcopy|gin|hier|ib_event|ib_mqp|ib_resiliency|ib_vr|ib_wqe|mnnvl|net_merge|nvls|p2p|"
-        "progress|proxy|rma|shadow|sym)_[a-z0-9_]+|"
-        "allgatherv_enable|bootstrap|check_mode|chunk_size|comm_id|comm_(?:shrink|split)_share_resources|"
-        "connect_round_max_peers|dev_api_jit|disable_mem_manager|elastic_buffer_register|enable_version_check|"
-        "enqueue_rearch_enable|gdr_flush_disable|graph_dump_file|graph_dump_file_rank|graph_helper_disable|"
-        "graph_stream_ordering|group_cuda_stream|ibverbs_lib|ib_device_pci_order|ib_merge_vfs|ib_mlx_vendor_id|"
-        "ib_ooo_rq|ib_pkey_value|ib_query_port_speed|ib_rail_policy|ib_receiver_side_matching_scheme|"
-        "ib_routable_flid_gid_index|ib_sort_merge_nics|ib_subnet_aware_routing|ib_subnet_prefix_len|ib_use_inline|"
-        "ignore_collnet_mismatch|ignore_net_mismatch|ipc_use_abstract_socket|l1_shared_memory_carveout|ll128_c2c|"
-        "ll128_nthreads|lsa_team_size|max_nrings|min_nrings|multi_rank_gpu_enable|multi_segment_register|net_force_merge|"
-        "net_optional_recv_completion|net_overhead|no_cache|num_rma_(?:int_)?ctx|nvlink_util_centric_sched_enable|"
-        "nvb_preconnect|nvlstree_max_chunksize|param_dump_all|pat_ndims|report_connect_progress|"
-        "run_(?:ras_)?diagnostics|set_cpu_stack_size|shm_locality|socket_inline|socket_min_tasksize|thread_thresholds|"
-        "topo_dump_file_rank|topo_split_mlopart|unpack_double_nchannels|warn_enable_debug_info|win_stride"
-    ),
 )

@@ -27,7 +27,7 @@ class Remark:
 
 
 def remarks(variables: Iterable[str]) -> dict[str, Remark]:
-    """Return a remark for each of `variables` that looks like a communication library's and that it does not read."""
+    """Return a remark for each of `variables` that looks like a communication library's and is none of its."""
     found = {name: _remark(name) for name in sorted(variables)}
     return {name: remark for name, remark in found.items() if remark is not None}
 
@@ -46,13 +46,13 @@ def _remark(name: str) -> Remark | None:
             if library.reads(option) or option.upper() in TORCH_OLD_NAMES:
                 return None
             is_of_plugin = library is NCCL and option.startswith(_NETWORK_PLUGINS)
-            return _unread(library.title, library.prefix, "" if is_of_plugin else hint_for(library, option))
+            certain = library is not NCCL or option in library.instead  # NCCL reads more than it documents
+            return _unread(library.title, library.prefix, "" if is_of_plugin else hint_for(library, option), certain)
     return None
 
 
-def _unread(reader: str, prefix: str, hint: str) -> Remark:
-    """Return a remark about a name that `reader` does not read."""
+def _unread(reader: str, prefix: str, hint: str, certain: bool = True) -> Remark:
+    """Return a remark about a name that `reader` does not document."""
     hint = re.sub(r"did you mean '(\w+)'", lambda match: f"did you mean {prefix}{match[1].upper()}", hint)
-    if hint:
-        return Remark(text=f"{reader} does not read it; {hint}", is_mistake=True)
-    return Remark(text=f"{reader} does not read it; a network plugin may", is_mistake=False)
+    text = f"{reader} documents no such variable; {hint or 'a network plugin may read it'}"
+    return Remark(text=text, is_mistake=bool(hint) and certain)

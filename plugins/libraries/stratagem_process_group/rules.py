@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -39,16 +38,14 @@ class Library:
     since: Mapping[str, tuple[int, ...]] = field(factory=dict)
     #: Return the release that this process uses; None if it has none.
     installed: Callable[[], tuple[int, ...] | None] = lambda: None
-    #: Other variables that it reads and whose values are not known here.
-    undocumented: re.Pattern[str] = re.compile(r"(?!)")
 
     def variable(self, option: str) -> str:
         """Return the name of the variable that `option` sets."""
         return self.named.get(option, self.prefix + option.upper())
 
     def reads(self, option: str) -> bool:
-        """Whether the library knows `option`, documented or not."""
-        return option in self.rules or self.undocumented.fullmatch(option) is not None
+        """Whether some release of the library reads `option`."""
+        return option in self.rules or option in self.since
 
     def too_old_for(self, option: str) -> tuple[str, str] | None:
         """Return the release that is installed and the first that reads `option`; None if the installed one may."""

@@ -363,25 +363,18 @@ def _check_backend(options: Compile) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    from torch._inductor import list_options
-
-    known = list_options()
-    for name in options:
-        if name.replace("-", "_") not in known:
-            raise ConfigError(
-                f"{_PATH}.options has {name!r}, which inductor does not", expected="an option of inductor's",
-                do=nearest(name, known) or "see torch._inductor.list_options()",
-            )  # fmt: skip
     for name, value in options.items():
         try:
             torch.compile(lambda: None, options={name: value})
-        except RuntimeError:
-            from torch._inductor import config
+        except RuntimeError as error:
+            from torch._inductor import config, list_options
 
             default = getattr(config, name.replace("-", "_"), None)
             raise ConfigError(
-                f"{_PATH}.options.{name} is {shown(value)}", expected=f"a value such as inductor's own, {default!r}"
-            ) from None
+                f"{_PATH}.options.{name} is {shown(value)}",
+                expected="an option of inductor's" if default is None else f"a value such as {default!r}",
+                do=nearest(name, list_options()) or "see torch._inductor.list_options()",
+            ) from error
 
 
 def _check_tools(options: Compile, run: RunContext) -> None:

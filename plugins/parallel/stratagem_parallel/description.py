@@ -136,11 +136,11 @@ def _short(names: Iterable[str], user: nn.Module | None) -> list[str]:
     """Return `names` of modules with the fewest words: a module for all that is in it, and ranges of numbers."""
     wanted = list(names)
     if user is None:
-        return _ranges(wanted)
+        return short_names(wanted)
     every = [name for name, part in user.named_modules() if any(True for _ in part.parameters(recurse=False))]
     if wanted and set(every) <= set(wanted):
         return ["all layers"]
-    return _ranges(_covered("", user, set(wanted), every), every)
+    return short_names(_covered("", user, set(wanted), every), every)
 
 
 def _covered(prefix: str, part: nn.Module, wanted: set[str], every: Sequence[str]) -> list[str]:
@@ -155,7 +155,7 @@ def _covered(prefix: str, part: nn.Module, wanted: set[str], every: Sequence[str
     return found
 
 
-def _ranges(names: Sequence[str], every: Sequence[str] = ()) -> list[str]:
+def short_names(names: Sequence[str], every: Sequence[str] = ()) -> list[str]:
     """Return `names` with those that differ in a number as one: "layers.*.up" if these are all, or a range."""
     by_pattern: dict[str, list[str]] = {}
     for name in names:
@@ -163,13 +163,11 @@ def _ranges(names: Sequence[str], every: Sequence[str] = ()) -> list[str]:
     found: list[str] = []
     for pattern, alike in by_pattern.items():
         existing = [name for name in every if re.sub(r"\d+", "*", name) == pattern]
-        if len(alike) < 3:
-            found += alike
-        elif set(existing) == set(alike):
+        if len(alike) > 1 and set(existing) == set(alike):
             found.append(pattern)
-        else:
-            for run in _runs(alike):
-                found += run if len(run) < 3 else [f"{run[0]} to {run[-1]}"]
+            continue
+        for run in _runs(alike):
+            found += run if len(run) < 3 else [f"{run[0]} to {run[-1]}"]
     return found
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,12 +79,9 @@ def sizes_of_stages(
                 expected=f"numbers with the sum {len(layers)}",
             )
         return list(balance)
-    costs = (
-        _sizes(layers)
-        if balance == "balance_by_size"
-        else _times(layers, example, among, device or torch.device("cpu"))
-    )
-    return cut_evenly(costs, stages)
+    if balance == "balance_by_size":
+        return cut_evenly(_sizes(layers), stages)
+    return cut_evenly(_times(layers, example, among, device or torch.device("cpu")), stages)
 
 
 def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
@@ -89,36 +89,29 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
 
     Of several such cuts, the one with the smallest sum of squares.
     """
-    count = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    infinite = float("inf"), float("inf")
-    best = [[infinite] * (count + 1) for _ in range(parts + 1)]  # [number of parts][number of layers]
-    cuts = [[0] * (count + 1) for _ in range(parts + 1)]
-    best[0][0] = 0.0, 0.0
-    for number in range(1, parts + 1):
-        for end in range(number, count + 1):
-            for start in range(number - 1, end):
-                cost, (largest, squares) = sums[end] - sums[start], best[number - 1][start]
-                found = max(largest, cost), squares + cost**2
-                if found < best[number][end]:
-                    best[number][end], cuts[number][end] = found, start
-    lengths, end = [], count
-    for number in range(parts, 0, -1):
-        lengths.append(end - cuts[number][end])
-        end = cuts[number][end]
-    return lengths[::-1]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(number: int, end: int) -> tuple[float, float, tuple[int, ...]]:
+        """Return the largest sum, the sum of squares, and the lengths of `number` parts of the first `end` costs."""
+        if number == 0:
+            return (0.0, 0.0, ()) if end == 0 else (math.inf, math.inf, ())
+        found = ((sums[end] - sums[start], end - start, best(number - 1, start)) for start in range(number - 1, end))
+        return min(
+            (max(sum_, most), squares + sum_**2, (*before, length)) for sum_, length, (most, squares, before) in found
+        )
+
+    return list(best(parts, len(costs))[2])
 
 
 def _sizes(layers: Sequence[nn.Module]) -> list[float]:
     """Return the bytes of parameters of each layer; one that is used twice counts where it is first."""
-    seen: set[int] = set()
+    seen: set[nn.Parameter] = set()
     found = []
     for layer in layers:
-        new = [each for each in layer.parameters() if id(each) not in seen]
-        seen.update(map(id, new))
-        found.append(float(sum(each.numel() * each.element_size() for each in new)))
+        new = set(layer.parameters()) - seen
+        seen |= new
+        found.append(float(sum(each.nbytes for each in new)))
     return found
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
+from stratagem_parallel.description import short_names
 from stratagem_parallel.placement import cut_axes
 from stratagem_parallel.plan import plan_of
 from stratagem_parallel_unchanged.tensor import rules as rules  # slices need them
@@ -103,17 +102,14 @@ def share_parts(user: nn.Module, over: Collectives) -> None:
 
 
 def described(plan: dict[str, Any], user: nn.Module, size: int) -> str:
-    """Return a plan as text: each style with the patterns of its layers, or their names where others match too."""
+    """Return a plan as text: the layers of each style, by patterns where all that match are cut."""
     parts = {each for name in plan for each in user.get_submodule(name).parameters()}
     share = sum(each.numel() for each in parts) / sum(each.numel() for each in user.parameters())
-    names = [name for name, _ in user.named_modules()]
-    cut: dict[tuple[str, str], list[str]] = {}
+    every = [name for name, _ in user.named_modules()]
+    cut: dict[str, list[str]] = {}
     for name, style in plan.items():
-        cut.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), str(style)), []).append(name)
-    shown: list[str] = []
-    for (pattern, style), layers in cut.items():
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        shown += [f"{name} {style}" for name in ([pattern] if set(matched) == set(layers) else layers)]
+        cut.setdefault(str(style), []).append(name)
+    shown = [f"{name} {style}" for style, names in cut.items() for name in short_names(names, every)]
     return f"tensor parallelism of {share:.0%} of the parameters over {size} ranks: {', '.join(shown)}"
 
 
