@@ -71,6 +71,12 @@ def saved():
 
 '''
 
+UNUSED = """
+class Unused(Net):
+    def __init__(self):
+        super().__init__()
+        self.extra = torch.nn.Linear(2, 2)
+"""
 #: By heading of the page: programs that have these messages, in the order of the page, and how many of them each has.
 SITUATIONS: dict[str, list[tuple[int, str]]] = {
     "Training hangs at the start": [
@@ -202,14 +208,10 @@ trainer(strategy="ddp", devices=2, checks={"name": "replicas", "every_n_steps": 
         (1, 'trainer(profiler="simple").fit(Net(), DataLoader(Samples(64, lambda _: time.sleep(0.02)), 8))'),
     ],
     "A parameter gets no gradient under ddp": [
-        (1, """
-class Unused(Net):
-    def __init__(self):
-        super().__init__()
-        self.extra = torch.nn.Linear(2, 2)
-
-trainer(strategy="ddp", devices=2).fit(Unused(), loader())
+        (1, UNUSED + """
+trainer(strategy={"name": "ddp", "find_unused_parameters": False}, devices=2).fit(Unused(), loader())
 """),
+        (1, UNUSED + 'trainer(strategy="ddp", devices=2).fit(Unused(), loader())'),
     ],
     "No gradient at all: nothing is trained": [
         (2, """

@@ -171,12 +171,12 @@ class DDPStrategy(ProcessGroupStrategy):
 
         A loop without a Trainer is left alone: it may differentiate several losses of one forward.
         """
+        waiting_in = "loss.backward()"  # noqa: F841 - messages on ranks that wait read it
         is_asked = self.find_unused_parameters == "auto" and not replica.find_unused_parameters and run.owns_loop
         left, names = words.left_out(loss, replica) if is_asked else ({}, [])
         if is_asked and run.peers.unchecked.any(bool(names)):  # all ranks are in this backward
             # A new reducer does not know what earlier batches of the window have used: this loss uses it, too.
-            used = [each.flatten()[:0].sum() for each in left.values() if each.grad is not None]
-            loss = loss + sum(used).to(loss) if used else loss  # type: ignore[union-attr]
+            loss = sum((each.flatten()[:0].sum().to(loss) for each in left.values() if each.grad is not None), loss)
             replica.search(loss)
             if run.is_global_zero:
                 warnings.warn(words.found_unused(names), stacklevel=2)
