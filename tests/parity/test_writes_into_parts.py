@@ -167,19 +167,28 @@ class Refused(Net):
             REFUSED[self.way](self.net[2].weight)
 
 
+class RefusedInTheStep(Net):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[2].weight[:2].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
 class Computes(Net):
     def on_train_epoch_end(self):
-        self(BATCHES[0][0])
+        torch.nn.functional.linear(BATCHES[0][0], self.net[0].weight)
 
 
 @pytest.mark.slow
 def test_what_would_be_lost_is_refused_and_what_is_not_gathered():
     models = [type(f"Refused{number}", (Refused,), {"way": way}) for number, way in enumerate(REFUSED)]
-    choose = {"strategy": "fsdp", "accelerator": "cpu"}
-    for found in run_in_processes(train_each, 2, choose, _same, BATCHES, [*models, Computes]):
-        for (outcome, _), way in zip(found, [*REFUSED, "Computes"], strict=True):
+    choose = {"strategy": {"name": "fsdp", "auto_wrap_policy": {torch.nn.Linear}}, "accelerator": "cpu"}
+    models += [RefusedInTheStep, Computes]
+    words_of = {"Computes": "uses sharded weights", "in the step": "a part of a sharded weight, which would be lost"}
+    for found in run_in_processes(train_each, 2, choose, _same, BATCHES, models):
+        for (outcome, _), way in zip(found, [*REFUSED, "in the step", "Computes"], strict=True):
             assert isinstance(outcome, str), way
-            words = "uses sharded weights" if way == "Computes" else "a sharded tensor"
+            words = words_of.get(way, "a sharded tensor")
             assert words in outcome, (way, outcome)
 
 

@@ -57,8 +57,8 @@ def test_what_is_cut_is_told_by_patterns_that_match_nothing_else():
 
     assert described(derived(blocks, 2), blocks, 2) == (
         "tensor parallelism of 97% of the parameters over 2 ranks: layers.*.attention.q colwise, "
-        "layers.*.attention.k colwise, layers.*.attention.v colwise, layers.*.attention.out rowwise, "
-        "layers.*.up colwise, layers.*.down rowwise, tokens vocab, head vocab"
+        "layers.*.attention.k colwise, layers.*.attention.v colwise, layers.*.up colwise, "
+        "layers.*.attention.out rowwise, layers.*.down rowwise, tokens vocab, head vocab"
     )
     assert described(derived(chain, 2), chain, 2).endswith("over 2 ranks: net.0 colwise, net.2 rowwise")
 
@@ -502,7 +502,15 @@ class Unlike(sg.Module):
         return torch.optim.SGD(self.parameters())
 
 
+class WritesRows(GPT):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.tokens.weight[:2].zero_()
+        return super().training_step(batch, batch_idx)
+
+
 REFUSED = [
+    (WritesRows, VOCAB, "training_step wrote into a part of a sharded weight, which would be lost; expected"),
     (TiedByHand, VOCAB, "'tokens.weight', which is cut over strategy.parallel.tensor, was used outside of its layer's"),
     (GPT, {"norm": "colwise"}, "gives norm the style 'colwise', and it is a LayerNorm; expected a Linear or an Embedding"),
     (GPT, {"tokens": "vocab"}, "cuts tokens.weight, and head.weight is the same parameter, which it does not cut"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, ref
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
-from stratagem_sharding.shards import orders, read
+from stratagem_sharding.shards import read
 
 if TYPE_CHECKING:
     from stratagem_sharding.unit_order import UnitOrder
@@ -192,13 +193,39 @@ class PartWrites(TorchFunctionMode):
 def _is_step() -> bool:
     """Whether a step runs, rather than a hook within it."""
     modes: list[Any] = overrides._get_current_function_mode_stack()
-    return bool(orders) and not any(isinstance(mode, PartWrites) for mode in modes)
+    return bool(_gathered) and not any(isinstance(mode, PartWrites) for mode in modes)
 
 
 def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
     if _is_step() and _memory(tensor[index]) != _memory(tensor):
         raise _lost_in_step("a part of a sharded weight")
     torch.Tensor.__setitem__(tensor, index, value)
+
+
+def _noting(view: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `view`, which notes what a step without gradients may write into: gathered parts of `tensor`."""
+
+    @functools.wraps(view)
+    def noted(tensor: DTensor, *args: Any, **options: Any) -> Any:
+        views = view(tensor, *args, **options)
+        if not torch.is_grad_enabled() and _is_step():
+            parts = views if isinstance(views, tuple | list) else [views]
+            _gathered[-1].extend((part, part._version) for part in parts if _memory(part) != _memory(tensor))
+        return views
+
+    return noted
+
+
+@contextlib.contextmanager
+def without_lost_writes() -> Iterator[None]:
+    """Within a step: refuse what is written into parts of sharded weights that torch has gathered."""
+    _gathered.append([])
+    try:
+        yield
+        if any(part._version != version for part, version in _gathered[-1]):
+            raise _lost_in_step("a part of a sharded weight")
+    finally:
+        _gathered.pop()
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:
@@ -218,6 +245,10 @@ def _lost_in_step(what: str) -> ConfigError:
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 _of_class: Any = DTensor
 _of_class.__setitem__, _of_class.data = _set_item, property(_DATA.__get__, _set_data)
+for _name in ("__getitem__", "chunk", "narrow", "select", "split", "unbind"):
+    setattr(_of_class, _name, _noting(getattr(torch.Tensor, _name)))
+#: For each step that runs, parts that were gathered, and their versions.
+_gathered: list[list[tuple[torch.Tensor, int]]] = []
 
 
 def _memory(tensor: Any) -> int:

@@ -15,6 +15,7 @@ from stratagem_process_group.losses import second_gradient
 from stratagem_sharding.gathered import keep_writes
 from stratagem_sharding.memory import BufferPool, reuse_freed_blocks
 from stratagem_sharding.param_groups import param_groups, units_in, with_gradients
+from stratagem_sharding.part_writes import without_lost_writes
 from stratagem_sharding.sharded_use import is_sharded_use, sharded_use
 from stratagem_sharding.traffic import count_bytes
 from stratagem_sharding.unit_order import UnitOrder
@@ -78,7 +79,8 @@ class ShardedSteps:
         assert self.order is not None, "it was added"
         if stage == "train":
             self._reduce_in_backward(root, sync or run.manual)
-        contexts: list[AbstractContextManager[Any]] = [self.order.compared((stage, sync, self.order.number(root)))]
+        compared = self.order.compared((stage, sync, self.order.number(root)))
+        contexts: list[AbstractContextManager[Any]] = [compared, without_lost_writes()]
         if dtype is not None:
             contexts.append(torch.autocast(run.device.type, dtype, cache_enabled=not run.manual))
         return self._within(contexts, root, run)
