@@ -100,14 +100,27 @@ class _Head(nn.Module):
         return self.logits(self.norm(x))
 
 
-class StackedGPT(sg.Module):
-    """A GPT whose layers are one nn.Sequential, the first and the last of which share a weight."""
+class _Centered(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
 
-    def __init__(self, layers=2):
+    def forward(self, x):
+        return x - self.weight.mean(0)
+
+
+class StackedGPT(sg.Module):
+    """A GPT whose layers are one nn.Sequential, the first and the last of which share a weight.
+
+    Args:
+        centered: whether the second layer has that weight, too.
+    """
+
+    def __init__(self, layers=2, *, centered=False):
         super().__init__()
         with seeded(3):
             first = _Embeddings()
-            blocks = (Block(4, 0.0) for _ in range(layers))
+            blocks = [_Centered(first.tokens.weight)] * centered + [Block(4, 0.0) for _ in range(layers)]
             self.sequential_module = nn.Sequential(first, *blocks, _Head(first.tokens.weight))
 
     def training_step(self, batch, batch_idx):

@@ -46,7 +46,7 @@ def having(state: State) -> Iterator[None]:
         _set(before)
 
 
-def unchanged(modules: list[nn.Module]) -> AbstractContextManager[None]:
+def unchanged(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Undo, at the end, what was done to buffers and to attributes of `modules`, and of all in them."""
     return having(state_of(dict.fromkeys(part for module in modules for part in module.modules())))
 

@@ -39,27 +39,29 @@ class Sharding(ShardedSteps):
             root, user, policy=self._policy, option=POLICY, options=self._options, fill=fill, run=run, keep_root=True
         )
 
+    def whole(self, parts: Sequence[nn.Module], user: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters outside of `parts` and of all units, and those of several."""
+        within = {parameter for part in parts for parameter in part.parameters()}
+        rest = {parameter for parameter in user.parameters() if parameter not in within}
+        return rest | shared_parameters(user, {*units_of(user, self._policy, POLICY), *parts})
+
     def shard_parts(
         self, parts: Sequence[nn.Module], user: nn.Module, fill: Callable[[nn.Module], None], run: RunContext,
-        *, divided: bool,
+        *, divided: bool, whole: set[nn.Parameter],
     ) -> None:  # fmt: skip
         """Shard the units of `user`, of which only `parts` are called, several times in a step. Collective.
 
-        Parameters outside of them, and those of several, stay whole.
-
         Args:
+            whole: what is not sharded.
             divided: whether gradients of parameters are computed apart from those of inputs. Both need the values of
                 parameters, so units stay gathered until the step ends.
         """
         options = self._options
         if divided:
             options = options | {"reshard_after_forward": False}
-        units = {*units_of(user, self._policy, POLICY), *parts}
-        within = {parameter for part in parts for parameter in part.parameters()}
-        rest = {parameter for parameter in user.parameters() if parameter not in within}
         shard_units(
             None, user, policy=self._policy, option=POLICY, options=options, fill=fill, run=run, also=parts,
-            ignored=rest | shared_parameters(user, units),
+            ignored=whole,
         )  # fmt: skip
         if not options["reshard_after_forward"]:
             for unit in units_in(user):

@@ -34,7 +34,7 @@ from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import check_backend
 from stratagem_sharding.param_groups import reshard
-from stratagem_sharding.part_writes import PartWrites
+from stratagem_sharding.part_writes import PartWrites, without_lost_writes
 from stratagem_sharding.shards import local
 from stratagem_sharding.units import units_of
 from stratagem_sharding.whole_matrices import whole_matrices
@@ -158,14 +158,18 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
             self._cut_layers(module, fill_own, run)
         if self._expert is not None:
             self._expert.divide(fill_own, run)
+        whole: set[nn.Parameter] = set()
+        if (sharding := self._sharding) is not None and self._pipeline is not None:
+            # A copy of a parameter on another stage has to have the same layout.
+            whole = self._pipeline.on_any_rank(lambda parts: sharding.whole(parts, user))
         with contextlib.nullcontext() if self._pipeline is None else self._pipeline.own_part():
-            if self._sharding is None:
+            if sharding is None:
                 fill(user)
             elif self._pipeline is not None:
-                parts, divided = self._pipeline.called_parts(), self._pipeline.divides_backward
-                self._sharding.shard_parts(parts, user, fill, run, divided=divided)
+                parts, divided = self._pipeline.called_parts(self._pipeline.rank), self._pipeline.divides_backward
+                sharding.shard_parts(parts, user, fill, run, divided=divided, whole=whole)
             else:
-                self._sharding.shard(module, user, fill, run)
+                sharding.shard(module, user, fill, run)
 
     def _open_pipeline(self, user: nn.Module, run: RunContext) -> None:
         """Cut the layers of `user` into stages, if there are several. Collective."""
@@ -260,7 +264,7 @@ class ParallelStrategy(ShardingHooks, ParallelOptions):
         if self._sharding is not None:
             steps.insert(0, self._sharding.step(run.model, stage, sync and self._pipeline is None, run))
         if self._mesh.size("tensor") > 1 and run.module is not None:
-            steps.append(on_demand.tensor().named_use(run.module))
+            steps += [on_demand.tensor().named_use(run.module), without_lost_writes()]
         if stage == "train" and self._record is not None:
             steps.append(self._record.messages.counted(last=sync))
         return _joined([step for step in steps if step is not None])

@@ -31,7 +31,6 @@ from stratagem_parallel.same_batches import is_due
 from stratagem_process_group.comparison import are_equal
 from stratagem_sharding.param_groups import computed_parameters
 from stratagem_sharding.shards import local
-from stratagem_transforms.forward_state import unchanged
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -135,9 +134,10 @@ class Pipeline:
         """Whether the schedule computes the gradients of parameters apart from those of inputs."""
         return any(action.kind == "W" for action in self.runner.order)
 
-    def called_parts(self) -> list[nn.Module]:
-        """Return the modules that a step calls: those of the stages of this rank, and those outside of all stages."""
-        names = [name for stage in self.runner.here for name in self.cut.stages[stage].modules]
+    def called_parts(self, rank: int) -> list[nn.Module]:
+        """Return the modules that a step calls: those of the stages of `rank`, and those outside of all stages."""
+        stages = [stage for stage, of in zip(self.cut.stages, self._ranks_of(self.cut), strict=True) if of == rank]
+        names = [name for stage in stages for name in stage.modules]
         found = [self.user.get_submodule(name) for name in names]
         around: nn.Module = self.user
         for key in self.cut.where.split(".") if self.cut.where else ():
@@ -146,6 +146,14 @@ class Pipeline:
         while lists := [part for part in found if isinstance(part, nn.ModuleList | nn.ModuleDict)]:
             found = [part for part in found if part not in lists] + [each for part in lists for each in part.children()]
         return found
+
+    def on_any_rank(self, choose: Callable[[list[nn.Module]], set[nn.Parameter]]) -> set[nn.Parameter]:
+        """Return the parameters that `choose` returns for the modules that some rank calls, with those that it uses."""
+        chosen: set[nn.Parameter] = set()
+        for rank in range(self.ranks):
+            with ownership.only_used(self.user, self.used, rank):
+                chosen |= choose(self.called_parts(rank))
+        return chosen
 
     @contextmanager
     def own_part(self) -> Iterator[None]:
@@ -328,11 +336,11 @@ class _TrainingStep:
         blank: Any = lambda *a, **o: self.pipeline.cut.blank_output(Given(a, o))  # noqa: E731
 
         def step(microbatch: int) -> None:
-            with unchanged([self.pipeline.user]), MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
+            with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
                 self.interception.answered(lambda: self._training_step(self.parts[microbatch]), blank)
             torch.clear_autocast_cache()  # of weights without gradients
 
-        self.pipeline.targets.begin(step, len(self.parts))
+        self.pipeline.targets.begin(step, len(self.parts), self.pipeline.user)
 
     def compare(self, batch: Any, number: int) -> None:
         """Compare micro-batches with both as one at the end of the step: those of comparison `number`, from 1."""

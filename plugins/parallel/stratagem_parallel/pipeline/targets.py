@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.same_batches import is_due
-from stratagem_parallel.target_numbers import LOSSES, changed, elements_of_mean, mean_over_targets, options_of
+from stratagem_parallel.target_numbers import LOSSES, changed, elements_of_mean, is_mean, mean_over_targets, options_of
+from stratagem_transforms.forward_state import unchanged
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
@@ -51,23 +52,24 @@ class TargetCounts:
     _uneven_steps: int = 0
     _steps: int = 0
 
-    def begin(self, step: Callable[[int], Any], microbatches: int) -> None:
-        """Begin a step, whose targets are counted by calls of `step` for each of `microbatches`, if need be."""
-        self.numbers, self._count = [], lambda: self._counted(step, microbatches)
+    def begin(self, step: Callable[[int], Any], microbatches: int, *modules: nn.Module) -> None:
+        """Begin a step of `modules`, whose targets are counted by `step` of each of `microbatches`, if need be."""
+        self.numbers, self._count = [], lambda: self._counted(step, microbatches, modules)
         self._divisors.clear()
         self._weighed.clear()
         self._steps += 1
         if self.is_needed:
             self._count()
 
-    def _counted(self, step: Callable[[int], Any], microbatches: int) -> None:
+    def _counted(self, step: Callable[[int], Any], microbatches: int, modules: tuple[nn.Module, ...]) -> None:
         self._count, self.is_counting = None, True
         counted: list[list[Tensor]] = []
         try:
-            for index in range(microbatches):
-                with torch.no_grad(), _Losses(self, None) as counting, changed(counting.divisor):
-                    step(index)
-                counted.append(counting.numbers)
+            with torch.no_grad(), unchanged(modules):
+                for index in range(microbatches):
+                    with _Losses(self, None) as counting, changed(counting.divisor):
+                        step(index)
+                    counted.append(counting.numbers)
         except Exception:  # noqa: BLE001 - a loss that zeros do not suit; the step itself raises its own errors
             self.numbers = None
             return
@@ -148,7 +150,8 @@ class _Losses(TorchFunctionMode):
                 return torch.zeros((), device=number.device)
             return func(*args, **kwargs) if mean is None else total() / mean
         result = func(*args, **kwargs)
-        elements = None if self.counts.is_counting else elements_of_mean(func, args, kwargs, result)
+        counts = is_mean(func) and not self.counts.is_counting
+        elements = elements_of_mean(func, args, kwargs, result) if counts else None
         if elements is not None and result.requires_grad:
             self.divisors.append(elements)
         return result
