@@ -39,12 +39,23 @@ class Block(nn.Module):
         return x + self.out(torch.tanh(self.linear(x)))
 
 
+class Interrupted(Block):
+    def forward(self, x):
+        shape = x.shape[:-1]
+        hidden = torch.tanh(self.linear(x))
+        torch._dynamo.graph_break()
+        mean = hidden.mean(-1, keepdim=True)
+        return x + self.out(hidden - mean + mean).reshape(*shape, -1)
+
+
 class Deep(Net):
+    block = Block
+
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(4)
-            self.net = nn.Sequential(nn.Linear(16, 32), Block(), Block(), nn.Linear(32, 1))
+            self.net = nn.Sequential(nn.Linear(16, 32), self.block(), self.block(), nn.Linear(32, 1))
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -53,6 +64,10 @@ class Deep(Net):
 
     def parallel_plan(self):
         return {"net.*.linear": "colwise", "net.*.out": "rowwise"}
+
+
+class InterruptedBlocks(Deep):
+    block = Interrupted
 
 
 class ByHand(Deep):
@@ -110,7 +125,7 @@ def test_training_is_the_same(strategy, wanted, accumulate, max_norm):
     assert min(graphs) > 0
 
 
-@pytest.mark.every_push("replicate")
+@pytest.mark.every_push("pipeline")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
@@ -123,10 +138,10 @@ def test_training_is_the_same(strategy, wanted, accumulate, max_norm):
 def test_blocks_compile_under_other_strategies(strategy):
     has_units = isinstance(strategy, dict) and "replicate" not in strategy
     wanted = {} if has_units else {"modules": {Block}}
-    difference, graphs = compiled(wanted, strategy=strategy)
+    difference, graphs = compiled(wanted, strategy=strategy, make=InterruptedBlocks)
 
     assert difference < TOLERANCE
-    assert min(graphs) > 0
+    assert min(graphs) > 1
 
 
 @pytest.mark.when_changed("plugins/deepspeed/", guard="tests/plugins/test_compile.py::test_training_is_the_same")

@@ -135,6 +135,11 @@ def batches(name, shares=1, *, pads=True):
     return DataLoader(Rows(MODELS[name][2], pads), batch_size=BATCH // shares)
 
 
+def shares_of(options):
+    """Return into how many parts a batch is divided; each has a mean of its own, so that none may have padding."""
+    return 2 if "shard" in options or "name" in options else 1
+
+
 def difference(found, weights):
     """Return the norm of the difference of all weights, as a share of theirs."""
     pairs = [(found[name], each) for name, each in weights.items() if each.is_floating_point()]
@@ -143,27 +148,31 @@ def difference(found, weights):
     )
 
 
-def plainly(rank, size, name, pads, epochs=1):
+def plainly(rank, size, name, pads, epochs=1, *, window=1, mixed=False):
     """Return the weights, the loss of validation and the largest norm of a gradient of a plain loop in one process."""
     module, norms = Public(name), []
     optimizer = module.configure_optimizers()
     for index, batch in enumerate([*batches(name, pads=pads)] * epochs):
-        module.training_step(batch, index).backward()
-        norms.append(float(clip_grad_norm_(module.parameters(), 5.0)))
-        optimizer.step()
-        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            loss = module.training_step(batch, index) / window
+        loss.backward()
+        if (index + 1) % window == 0:
+            norms.append(float(clip_grad_norm_(module.parameters(), 5.0)))
+            optimizer.step()
+            optimizer.zero_grad()
     module.eval()
     with torch.no_grad():
         losses = [float(module.model(**batch).loss) for batch in batches(name, pads=pads)]
     return module.state_dict(), sum(losses) / len(losses), max(norms)
 
 
-def cut(rank, size, name, options):
+def cut(rank, size, name, options, habit=None):
     strategy = {"name": "parallel"} | options
-    trainer = sg.Trainer(strategy=strategy, devices=size, gradient_clip_val=5.0, **QUIET | {"accelerator": "cpu"})
-    module = Public(name)
+    arguments = QUIET | {"accelerator": "cpu"} | (habit or {})
+    trainer = sg.Trainer(strategy=strategy, devices=size, gradient_clip_val=5.0, **arguments)
+    module, shares = Public(name), shares_of(options)
     with contextlib.redirect_stdout(None):
-        loader = batches(name, options.get("shard", 1), pads="shard" not in options)
+        loader = batches(name, shares, pads=shares == 1)
         trainer.fit(module, loader, loader)
     held = sum(local(each).numel() for each in module.parameters() if not each.is_meta)
     return weights_of(trainer), float(trainer.callback_metrics["val_loss"]), held
@@ -199,23 +208,73 @@ def test_the_page_names_the_models(way, heading):
     assert [name for name in models if name.lower() not in named] == []
 
 
-@pytest.mark.parametrize(
-    ("options", "size"),
-    [
-        ({"tensor": 2, "plan": "auto"}, 4),
-        ({"shard": 2, "microbatches": 2}, 4),
-        ({"schedule": "interleaved_zero_bubble", "microbatches": 2}, 2),
-        ({"checkpoint": "always", "balance": [3, 1]}, 2),
-    ],
-    ids=["tensor", "shard", "zero bubble", "checkpoint"],
-)
-@pytest.mark.sweep(guard="tests/zoo/test_models.py::test_models_of_others_train_as_in_one_process")
-def test_a_llama_in_stages_takes_other_axes_and_schedules(options, size):
-    pads = "shard" not in options  # each shard has a mean of its own
-    ((weights, _, _),) = run_in_processes(plainly, 1, "LlamaForCausalLM", pads)
+GUARDED = pytest.mark.sweep(guard="tests/zoo/test_models.py::test_models_of_others_train_as_in_one_process")
 
-    for found, _, _ in run_in_processes(cut, size, "LlamaForCausalLM", {"pipeline": 2} | options):
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "interleaved_zero_bubble", "microbatches": 2},
+        {"checkpoint": "always", "balance": [3, 1]},
+    ],
+    ids=["zero bubble", "checkpoint"],
+)
+@GUARDED
+def test_a_llama_in_stages_takes_other_schedules(options):
+    ((weights, _, _),) = run_in_processes(plainly, 1, "LlamaForCausalLM", True)
+
+    for found, _, _ in run_in_processes(cut, 2, "LlamaForCausalLM", {"pipeline": 2} | options):
         assert difference(found, weights) < 1e-6
+
+
+#: Two axes, on four processes.
+TOGETHER = {
+    "stages and slices": {"pipeline": 2, "tensor": 2},
+    "stages and shards": {"pipeline": 2, "shard": 2, "microbatches": 2},
+    "slices and shards": {"tensor": 2, "shard": 2},
+}
+
+
+@GUARDED
+@pytest.mark.parametrize("axes", TOGETHER)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_others_train_over_two_axes_as_in_one_process(name, axes):
+    options = TOGETHER[axes]
+    ((weights, _, _),) = run_in_processes(plainly, 1, name, shares_of(options) == 1)
+
+    for found, _, _ in run_in_processes(cut, 4, name, options):
+        assert difference(found, weights) < 1e-6
+
+
+HABITS = {
+    "accumulated": ({"accumulate_grad_batches": 2}, {"window": 2}),
+    "bf16": ({"precision": "bf16-mixed"}, {"mixed": True}),
+    "recomputed": ({"activation_checkpointing": {"policy": "blocks"}}, {}),
+    "compiled": ({"compile": True}, {}),
+}
+STRATEGIES = {way: options for way, (options, _) in CUTS.items()} | {
+    "units": {"name": "fsdp", "auto_wrap_policy": "blocks"},
+    "replicas": {"name": "ddp"},
+}
+
+
+def habitually(rank, size, name, pads, options):
+    return plainly(rank, size, name, pads, **options)
+
+
+@GUARDED
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_others_train_with_habits_as_in_one_process(name, habit):
+    arguments, plain = HABITS[habit]
+    for options in (each for way, each in STRATEGIES.items() if way != "sequences" or name not in WHOLE):
+        ((weights, _, _),) = run_in_processes(habitually, 1, name, shares_of(options) == 1, plain)
+        limit = 1e-6
+        if "mixed" in plain:  # sums over parts are rounded in other places
+            ((exact, _, _),) = run_in_processes(plainly, 1, name, shares_of(options) == 1)
+            limit = 4 * difference(exact, weights)
+        for found, _, _ in run_in_processes(cut, 2, name, options, arguments):
+            assert difference(found, weights) < limit, options
 
 
 #: Each goes on where the one before stopped, and how many shares a batch has there.
@@ -244,7 +303,7 @@ def moved(rank, size, name, folder):
     return weights, number + 1
 
 
-@pytest.mark.sweep(guard="tests/zoo/test_models.py::test_models_of_others_train_as_in_one_process")
+@GUARDED
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_of_a_model_of_others_goes_on_under_other_strategies(name, tmp_path):
     for found, epochs in run_in_processes(moved, 2, name, str(tmp_path)):

@@ -47,8 +47,12 @@ def having(state: State) -> Iterator[None]:
 
 
 def unchanged(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Undo, at the end, what was done to buffers and to attributes of `modules`, and of all in them."""
-    return having(state_of(dict.fromkeys(part for module in modules for part in module.modules())))
+    """Undo, at the end, what was done to buffers and to attributes of `modules`, and of all in them.
+
+    Within, they are not compiled: that would take longer than a few calls, whose shapes are others.
+    """
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    return having([(part, values | {"_compiled_call_impl": None}) for part, values in state_of(parts)])
 
 
 def _set(state: State) -> None:

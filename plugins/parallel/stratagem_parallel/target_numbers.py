@@ -10,7 +10,6 @@ of torch that count targets are known here for both axes. Others can only be com
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +96,6 @@ def elements_of_mean(function: Any, args: Sequence[Any], options: dict[str, Any]
     return given.numel() / result.numel() if isinstance(result, Tensor) and result.numel() else None
 
 
-@functools.cache
 def is_mean(function: Any) -> bool:
     """Whether results of `function` may be means."""
     name = getattr(function, "__name__", "")

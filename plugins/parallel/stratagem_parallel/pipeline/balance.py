@@ -133,8 +133,7 @@ def _times(
             expected="layers with values, and inputs for them",
             do="set example_input_array of the module to a micro-batch, or use 'balance_by_size'",
         )
-    times: list[float] = found
-    return times
+    return list(found)
 
 
 def _measured(layers: Sequence[nn.Module], example: Any, device: torch.device) -> list[float]:

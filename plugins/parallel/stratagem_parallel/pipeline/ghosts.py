@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +42,7 @@ from stratagem_parallel.pipeline.boundaries import (
     tensors_within,
 )
 from stratagem_parallel.pipeline.random_numbers import AROUND, generators_of
+from stratagem_parallel.pipeline.targets import Losses
 
 #: A call of a part: its name, and how often it was called before.
 _Call = tuple[str, int]
@@ -194,11 +195,16 @@ class Cut:
         counts: dict[str, int] = {}
         within: list[str] = []
 
-        def replaced(part: Part, itself: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(part: Part, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
+            itself = compiled or part.module._call_impl
+
             def computed(*arguments: Any, **options: Any) -> Any:
                 within.append(part.name)
+                # Torch would compile what the mode does with losses, too.
+                hides = compiled is not None and isinstance(overrides._get_current_function_mode(), Losses)
                 try:
-                    return itself(*arguments, **options)
+                    with overrides._pop_mode_temporarily() if hides else contextlib.nullcontext():
+                        return itself(*arguments, **options)
                 finally:
                     within.pop()
 
@@ -214,7 +220,7 @@ class Cut:
         before = [attributes.get(_CALL) for _, attributes in modules]
         try:
             for (part, attributes), compiled in zip(modules, before, strict=True):
-                attributes[_CALL] = replaced(part, compiled or part.module._call_impl)
+                attributes[_CALL] = replaced(part, compiled)
             return self.forward(*given.arguments, **given.options)
         finally:
             for (_, attributes), compiled in zip(modules, before, strict=True):

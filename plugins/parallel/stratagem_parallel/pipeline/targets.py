@@ -67,7 +67,7 @@ class TargetCounts:
         try:
             with torch.no_grad(), unchanged(modules):
                 for index in range(microbatches):
-                    with _Losses(self, None) as counting, changed(counting.divisor):
+                    with Losses(self, None) as counting, changed(counting.divisor):
                         step(index)
                     counted.append(counting.numbers)
         except Exception:  # noqa: BLE001 - a loss that zeros do not suit; the step itself raises its own errors
@@ -83,7 +83,7 @@ class TargetCounts:
     @contextmanager
     def weighing(self, microbatch: int) -> Iterator[None]:
         """Within: losses of `microbatch` are weighed."""
-        with _Losses(self, microbatch) as mode, changed(mode.divisor):
+        with Losses(self, microbatch) as mode, changed(mode.divisor):
             yield
         self._divisors.append(mode.divisors)
 
@@ -129,7 +129,7 @@ class TargetCounts:
         self.is_uneven = uneven and is_due(self._uneven_steps)
 
 
-class _Losses(TorchFunctionMode):
+class Losses(TorchFunctionMode):
     """Divides means over targets by the mean number of a micro-batch; counts the targets where `microbatch` is None.
 
     Under `context` losses are computed by other functions, which ask for the `divisor`.
