@@ -103,7 +103,7 @@ def only_the_same(value):
 
 
 def is_call(value):
-    return isinstance(value, list) and len(value) == 3 and value[0] in ("module", "callback")
+    return isinstance(value, list) and len(value) > 1 and value[0] in ("module", "callback")
 
 
 def differences(one, other, where=""):
