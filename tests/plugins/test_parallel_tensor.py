@@ -17,6 +17,7 @@ import stratagem as sg
 from garbage import still_there
 from stratagem.errors import ConfigError
 from stratagem_parallel.derived_plan import derived
+from stratagem_parallel.description import short_names
 from stratagem_parallel.plan import plan_of
 from stratagem_parallel_unchanged.tensor import described
 from stratagem_parallel_unchanged.tensor.loss import _check_in_range
@@ -61,6 +62,8 @@ def test_what_is_cut_is_told_by_patterns_that_match_nothing_else():
         "layers.*.attention.out rowwise, layers.*.down rowwise, tokens vocab, head vocab"
     )
     assert described(derived(chain, 2), chain, 2).endswith("over 2 ranks: net.0 colwise, net.2 rowwise")
+    names = [f"layers.{layer}.w{number}" for layer in (0, 1) for number in (1, 2, 3)]
+    assert short_names([name for name in names if name[-1] != "2"], names) == ["layers.*.w1", "layers.*.w3"]
 
 
 def test_attention_is_left_whole_where_heads_do_not_divide():

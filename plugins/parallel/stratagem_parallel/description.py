@@ -159,16 +159,21 @@ def short_names(names: Sequence[str], every: Sequence[str] = ()) -> list[str]:
     """Return `names` with those that differ in a number as one: "layers.*.up" if these are all, or a range."""
     by_pattern: dict[str, list[str]] = {}
     for name in names:
-        by_pattern.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        by_pattern.setdefault(_pattern(name), []).append(name)
     found: list[str] = []
     for pattern, alike in by_pattern.items():
-        existing = [name for name in every if re.sub(r"\d+", "*", name) == pattern]
+        existing = [name for name in every if _pattern(name) == pattern]
         if len(alike) > 1 and set(existing) == set(alike):
             found.append(pattern)
             continue
         for run in _runs(alike):
             found += run if len(run) < 3 else [f"{run[0]} to {run[-1]}"]
     return found
+
+
+def _pattern(name: str) -> str:
+    """Return `name` with a star for each of its parts that is a number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:

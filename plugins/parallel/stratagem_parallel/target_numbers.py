@@ -90,16 +90,11 @@ def divisor_of(function: Any, args: Sequence[Any], options: dict[str, Any], resu
 
 def elements_of_mean(function: Any, args: Sequence[Any], options: dict[str, Any], result: Any) -> float | None:
     """Return over how many numbers each of `result` is a mean, if `function` computes means; else None."""
-    if not is_mean(function) or options.get("reduction", "mean") not in ("mean", "batchmean"):
+    name = getattr(function, "__name__", "")
+    if not (name in _MEANS or name.endswith("_loss")) or options.get("reduction", "mean") not in ("mean", "batchmean"):
         return None
     given = next(each for each in (*args, *options.values()) if isinstance(each, Tensor))
     return given.numel() / result.numel() if isinstance(result, Tensor) and result.numel() else None
-
-
-def is_mean(function: Any) -> bool:
-    """Whether results of `function` may be means."""
-    name = getattr(function, "__name__", "")
-    return name in _MEANS or name.endswith("_loss")
 
 
 def options_of(function: Any, options: dict[str, Any] | None) -> dict[str, Any]:

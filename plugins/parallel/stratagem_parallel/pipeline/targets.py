@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
 from stratagem_parallel.same_batches import is_due
-from stratagem_parallel.target_numbers import LOSSES, changed, elements_of_mean, is_mean, mean_over_targets, options_of
+from stratagem_parallel.target_numbers import LOSSES, changed, elements_of_mean, mean_over_targets, options_of
 from stratagem_transforms.forward_state import unchanged
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ class Losses(TorchFunctionMode):
                 return torch.zeros((), device=number.device)
             return func(*args, **kwargs) if mean is None else total() / mean
         result = func(*args, **kwargs)
-        counts = is_mean(func) and not self.counts.is_counting
-        elements = elements_of_mean(func, args, kwargs, result) if counts else None
+        elements = None if self.counts.is_counting else elements_of_mean(func, args, kwargs, result)
         if elements is not None and result.requires_grad:
             self.divisors.append(elements)
         return result
