@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stratagem.distributed.call_site import where
 from stratagem.errors import PeerError, is_echo
 from stratagem_evidence import it_was, read_all, verdict
+from stratagem_peer_diagnosis.endpoints import Answer, Endpoints, Peer, where_raised
 from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, CAUSE_S, FailureReports
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from stratagem.api import RunContext
     from stratagem_evidence import RankEvidence
-    from stratagem_peer_diagnosis.endpoints import Answer, Endpoints, Peer
 
 _TIMED_OUT = re.compile(
     r"timed out (waiting|in blocking)|application timeout|timed? ?out after|operation timeout|before timing out",
@@ -96,14 +95,6 @@ def _by_evidence(
 
 def _alive(answers: Mapping[int, Answer]) -> set[int]:
     return {rank for rank, answer in answers.items() if answer == "alive"}
-
-
-def where_raised(error: BaseException) -> str:
-    """Return in which call `error` was raised, and from which line of the user's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return where(None if trace is None else trace.tb_frame)
 
 
 def finding(

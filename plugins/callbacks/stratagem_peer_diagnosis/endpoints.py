@@ -25,13 +25,14 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import astuple, frozen
 
 from stratagem.distributed.call_site import where
 from stratagem.distributed.interfaces import address_towards
 from stratagem.distributed.rendezvous import LOOPBACK
+from stratagem.errors import is_echo
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives, World
@@ -169,9 +170,19 @@ def _tell(endpoints: weakref.ref[Endpoints], endpoint: socket.socket, token: byt
         with contextlib.suppress(OSError), client:
             client.settimeout(ASK_S)
             if secrets.compare_digest(client.recv(_TOKEN, socket.MSG_WAITALL), token):
-                here = endpoints()
-                frame = sys._current_frames().get(threading.main_thread().ident or 0)
-                client.sendall(((here.failed_in if here is not None else "") or where(frame)).encode())
+                here, main = endpoints(), threading.main_thread().ident or 0
+                raised: Any = sys._current_exceptions().get(main)  # on its way to where `failed_in` is set
+                error = raised[1] if isinstance(raised, tuple) else raised  # before Python 3.12
+                failed_in = (here and here.failed_in) or (where_raised(error) if error and is_echo(error) else "")
+                client.sendall((failed_in or where(sys._current_frames().get(main))).encode())
+
+
+def where_raised(error: BaseException) -> str:
+    """Return in which call `error` was raised, and from which line of the user's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return where(None if trace is None else trace.tb_frame)
 
 
 def _ask_all(peers: list[Peer], token: bytes, deadline: float) -> dict[int, str]:
@@ -180,10 +191,8 @@ def _ask_all(peers: list[Peer], token: bytes, deadline: float) -> dict[int, str]
         asked = {}
         for peer in peers:
             with contextlib.suppress(OSError):
-                left_s = max(0.01, deadline - time.monotonic())
-                asked[peer.rank] = opened.enter_context(
-                    socket.create_connection((peer.address, peer.port or 0), left_s)
-                )
+                place, left_s = (peer.address, peer.port or 0), max(0.01, deadline - time.monotonic())
+                asked[peer.rank] = opened.enter_context(socket.create_connection(place, left_s))
                 asked[peer.rank].sendall(token)
         for rank, endpoint in asked.items():
             with contextlib.suppress(OSError):
@@ -221,9 +230,7 @@ def _begin_to_connect(address: str, port: int) -> tuple[socket.socket, int]:
 
 
 def _answer(code: int) -> Answer:
-    if code == 0:
-        return "alive"
-    return "gone" if code == errno.ECONNREFUSED else "silent"
+    return "alive" if code == 0 else "gone" if code == errno.ECONNREFUSED else "silent"
 
 
 def _close_all() -> None:
