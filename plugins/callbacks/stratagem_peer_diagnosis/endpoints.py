@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -179,10 +180,8 @@ def _tell(endpoints: weakref.ref[Endpoints], endpoint: socket.socket, token: byt
 
 def where_raised(error: BaseException) -> str:
     """Return in which call `error` was raised, and from which line of the user's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return where(None if trace is None else trace.tb_frame)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return where(frames[-1] if frames else None)
 
 
 def _ask_all(peers: list[Peer], token: bytes, deadline: float) -> dict[int, str]:

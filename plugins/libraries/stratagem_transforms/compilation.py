@@ -369,11 +369,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
         except RuntimeError as error:
             from torch._inductor import config, list_options
 
-            default = getattr(config, name.replace("-", "_"), None)
+            known, default = list_options(), getattr(config, name.replace("-", "_"), None)
+            is_known = name.replace("-", "_") in known
             raise ConfigError(
                 f"{_PATH}.options.{name} is {shown(value)}",
-                expected="an option of inductor's" if default is None else f"a value such as {default!r}",
-                do=nearest(name, list_options()) or "see torch._inductor.list_options()",
+                expected=f"a value such as inductor's own, {default!r}" if is_known else "an option of inductor's",
+                do="" if is_known else nearest(name, known) or "see torch._inductor.list_options()",
             ) from error
 
 

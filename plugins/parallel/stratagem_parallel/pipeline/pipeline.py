@@ -136,8 +136,8 @@ class Pipeline:
 
     def called_parts(self, rank: int) -> list[nn.Module]:
         """Return the modules that a step calls: those of the stages of `rank`, and those outside of all stages."""
-        stages = [stage for stage, of in zip(self.cut.stages, self._ranks_of(self.cut), strict=True) if of == rank]
-        names = [name for stage in stages for name in stage.modules]
+        stages = zip(self.cut.stages, self.runner.ranks, strict=True)
+        names = [name for stage, of in stages if of == rank for name in stage.modules]
         found = [self.user.get_submodule(name) for name in names]
         around: nn.Module = self.user
         for key in self.cut.where.split(".") if self.cut.where else ():
